@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def layer_prefix(name: str | None) -> str:
-    """The beginning of a message about a layer: its name, or nothing where the name is not known."""
+    """The beginning of a message about a layer: its name, or nothing if the name is not known."""
     return f"layer {name!r}: " if name else ""
 
 

@@ -56,7 +56,7 @@ class Scheme(ABC):
 
     Attributes:
         kind: name of the class in JSON files. A subclass that defines a kind is registered under it.
-        usual: scheme names that lists for users show: all names of the class, or examples where there are many.
+        usual: scheme names that lists for users show: all names of the class, or examples if there are many.
     """
 
     kind: ClassVar[str]
@@ -223,7 +223,7 @@ class W8A8Rotated(Scheme):
         return self.kind + group + (f"_seed{self.seed}" if self.seed != 42 else "")
 
     def group_columns(self, k: int) -> int:
-        """Columns of a full group in a row of k columns; k itself where a group is a whole row."""
+        """Columns of a full group in a row of k columns; k itself if a group is a whole row."""
         return k if self.group_size is None else self.group_size
 
     @property
@@ -511,7 +511,7 @@ class Codebook(Scheme):
         return (self.seed,) if self.residual_bits is None else (self.seed, self.residual_seed)
 
     def group_columns(self, k: int) -> int:
-        """Columns of a full group in a row of k columns; k itself where a group is a whole row."""
+        """Columns of a full group in a row of k columns; k itself if a group is a whole row."""
         return k if self.group_size is None else self.group_size
 
     @property

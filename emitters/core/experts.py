@@ -15,7 +15,7 @@ EXPERT_PARAMS = (
     Param("rows", "i32"),
 )
 """``tile_experts``: int32, the expert of each tile, those from 0 to ``experts - 1`` first; another number is none.
-``tile_routes``: int32, the routes of each tile, -1 after the last; null where tiles are of one token, and route i is
+``tile_routes``: int32, the routes of each tile, -1 after the last; null if tiles are of one token, and route i is
 tile i. ``per_row``: routes of each of ``rows`` rows of tokens. ``m``, the rows of a launch, counts those of all tiles.
 """
 SUM_PARAMS = (

@@ -362,7 +362,7 @@ def fill_layer(
         state: every tensor that the layer stores.
         name: of the layer.
         where: the checkpoint, for messages.
-        files: the file of each tensor, for messages, where they differ from the checkpoint.
+        files: the file of each tensor, for messages, if they differ from the checkpoint.
 
     Raises:
         CheckpointError: a value that quantizing never gives (file and tensor are named), or what the layer refuses.

@@ -52,8 +52,8 @@ class StoredLayer:
     Attributes:
         name: the layer.
         scheme: its scheme, or the name of another library's method.
-        out_features: N; None where another library's format does not state it.
-        in_features: K; None where another library's format does not state it.
+        out_features: N; None if another library's format does not state it.
+        in_features: K; None if another library's format does not state it.
         nbytes: bytes of its tensors that are stored under its own name.
         tied_to: the layer that stores its tensors, or None.
         experts: whether it is a projection of all experts of a mixture; their rows count together.
@@ -74,7 +74,7 @@ class StoredLayer:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Bits of all that the layer stores, over its weights; None where the weights lie elsewhere or are unknown."""
+        """Bits of all that the layer stores, over its weights; None if the weights lie elsewhere or are unknown."""
         return None if self.weights is None or self.tied_to else 8 * self.nbytes / self.weights
 
 
@@ -107,7 +107,7 @@ class Contents:
     Attributes:
         directory: the folder.
         format: who wrote it: ``qcut``, ``turboquant-model``, ``transformers``, or the name of another method.
-        model: class of the model, or its type; empty where nothing states it.
+        model: class of the model, or its type; empty if nothing states it.
         layers: quantized layers.
         tensors: all tensors outside of them.
         files: bytes of the files with the model's tensors, by name.
@@ -127,7 +127,7 @@ class Contents:
 
     @cached_property
     def parameters(self) -> int | None:
-        """Floating-point values and quantized weights, shared ones once; None where a layer's size is not known."""
+        """Floating-point values and quantized weights, shared ones once; None if a layer's size is not known."""
         weights = [layer.weights for layer in self.layers if layer.tied_to is None]
         known = [count for count in weights if count is not None]
         return None if len(known) < len(weights) else self.float_parameters + sum(known)

@@ -27,7 +27,7 @@ TURBOQUANT_CONFIG = "turboquant_config.json"
 TURBOQUANT_TENSORS = ("model.safetensors", "non_quantized.safetensors")
 """That package's files with tensors: of quantized layers, and of the rest."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""The file that transformers reads of a folder, and the one by which it finds several, where that is missing."""
+"""The file that transformers reads of a folder, and the index by which it finds several if that file is missing."""
 _INDEX_FIELDS = schema.record({"weight_map": schema.table(schema.text())}, more=True)
 PRETRAINED, GGUF, TURBOQUANT, QCUT = "pretrained", "gguf", "turboquant-model", "qcut"
 METHODS = {
@@ -70,7 +70,7 @@ class Detected(NamedTuple):
     Attributes:
         format: a key of `READERS`, or a ``quant_method`` that nobody reads.
         path: the folder, or the ``.gguf`` file.
-        config: ``quantization_config``, where there is one.
+        config: ``quantization_config``, if there is one.
     """
 
     format: str
@@ -176,7 +176,7 @@ def detect(path: str | Path) -> Detected | None:
 
 
 def stated_quantization(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """The ``quantization_config`` of a model's configuration, its ``quant_method`` filled in; None where there is none.
+    """The ``quantization_config`` of a model's configuration, its ``quant_method`` filled in; None if there is none.
 
     Args:
         config: as JSON holds it.
@@ -307,7 +307,7 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor, by the index of a folder of transformers; None where transformers reads no index.
+    """The file of each tensor, by the index of a folder of transformers; None if transformers reads no index.
 
     Raises:
         CheckpointError: the index cannot be read, or names a file outside its folder.
@@ -320,7 +320,7 @@ def weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers reads of a folder, or all where it reads none.
+    """The safetensors files that transformers reads of a folder, or all if it reads none.
 
     Raises:
         CheckpointError: there are none; or see `weight_map`.

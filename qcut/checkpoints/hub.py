@@ -35,7 +35,7 @@ def answers(name: str, *, subfolder: str = "", **options: Any) -> bool:
             heeded.
 
     Returns:
-        Whether the hub answers; False where only its cache on this disk has the model. transformers is then to be given
+        Whether the hub answers; False if only its cache on this disk has the model. transformers is then to be given
         ``local_files_only=True``, since it would wait for every file.
 
     Raises:
@@ -71,7 +71,7 @@ def answers(name: str, *, subfolder: str = "", **options: Any) -> bool:
 
 
 def _ask(url: str, token: str | bool | None) -> str:
-    """Ask for a file's headers once; returns what is wrong, empty where the hub has the file."""
+    """Ask for a file's headers once; returns what is wrong, empty if the hub has the file."""
     import huggingface_hub as hub
 
     found = [f"it does not answer within {ASK_S:g} s"]

@@ -70,7 +70,7 @@ def load_any(
         progress: show progress bars.
 
     Returns:
-        The model, and its tokenizer: None where there is none, which a causal language model has to have.
+        The model, and its tokenizer: None if there is none, which a causal language model has to have.
     """
     return _load(name, stated_class, dtype, device, quantization, progress)
 
@@ -279,7 +279,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def device_of(name: str) -> torch.device:
-    """The device of ``--device``; ``auto`` is a GPU where there is one, else the CPU.
+    """The device of ``--device``; ``auto`` is a GPU if there is one, else the CPU.
 
     Raises:
         UnsupportedError: a name that is none of ``auto``, ``cpu`` and ``cuda[:N]``, or ``cuda`` where torch finds no

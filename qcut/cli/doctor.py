@@ -1,4 +1,4 @@
-"""``qcut doctor``: GPUs, driver, compilers, headers and cache of this machine, and advice where one is missing."""
+"""``qcut doctor``: GPUs, driver, compilers, headers and cache of this machine, and advice if one is missing."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ FIELDS = {
     "text": "the generated text",
     "prompt_tokens": "number of tokens of the prompt",
     "tokens": "ids of the new tokens",
-    "reason": "why the text ends: stop at an EOS token or where its form is complete, length after --steps tokens, "
+    "reason": "why the text ends: stop at an EOS token or when its form is complete, length after --steps tokens, "
     "context if the model's context is full",
     "drafted_tokens": "drafted tokens that decode steps have verified",
     "accepted_tokens": "those that were right: so many of the new tokens took no step of their own",
@@ -85,7 +85,7 @@ sampling:
     equal seeds give equal texts (default: 0)
 form of the text:
 | --json-schema FILE
-    choose only tokens with which the text becomes JSON of the JSON Schema in FILE; the text ends where it is complete
+    choose only tokens with which the text becomes JSON of the JSON Schema in FILE; the text ends when it is complete
     (default: any text)
 | --regex PATTERN
     the same for a regular expression that describes the whole text (default: any text)

@@ -37,7 +37,7 @@ KV_CACHE = """\
 SPECULATE = """\
 --speculate N: natural = 0
     verify up to N drafted tokens in a decode step, 1 to 15, found where prompt and text have had the last tokens
-    before; tokens stay the same, and come faster where a text repeats itself; 0: none (default: 0)
+    before; tokens stay the same, and come faster if a text repeats itself; 0: none (default: 0)
 --draft-model FOLDER
     with --speculate N, a smaller model of the same vocabulary drafts the tokens, in any text (default: none)
 """
@@ -93,7 +93,7 @@ def device_options(before: str = "", dtype: str = "float16 on a GPU, float32 on 
 options:
 {before}\
 --device D = auto
-    where to compute: cpu, cuda, cuda:1, …, or auto, a GPU where there is one (default: auto)
+    where to compute: cpu, cuda, cuda:1, …, or auto, a GPU if there is one (default: auto)
 --dtype auto|float16|bfloat16|float32 = auto
     type of the weights that are not quantized, and of activations (default: auto, {dtype})
 """
@@ -282,7 +282,7 @@ def open_quantized(
 
 
 def context_of(model: Any) -> int | None:
-    """Most tokens of a sequence that a model was made for; None where its configuration has no bound."""
+    """Most tokens of a sequence that a model was made for; None if its configuration has no bound."""
     context = getattr(model.config, "max_position_embeddings", None)
     return context if isinstance(context, int) and context > 1 else None
 

@@ -59,7 +59,7 @@ FIELDS = {
 _REQUIRED = """\
 options:
 --require-quantized S: share
-    fail, and write nothing, where less than the share S of the parameters outside of embeddings, norms and what --skip
+    fail, and write nothing, if less than the share S of the parameters outside of embeddings, norms and what --skip
     and --include leave out is quantized, such as 0.95 (default: warn below 0.9)
 --format qcut|compressed-tensors = qcut
     format of the folder; compressed-tensors, for other readers, has w8a8, w8a16, fp8, fp8_dynamic,

@@ -258,7 +258,7 @@ def _attention() -> Iterator[Check]:
         shape = f"2 chunks of {length} tokens, {heads}/{kv_heads} heads of {head}, {_kind(dtype, quantized)}"
         args = (q, *cache, _int32(0, 150), _int32(length, length), head**-0.5, length)
         yield Check("prompt_attention", shape, OPS.prompt_attention, args, _near(chunks_attention))
-    # One part of the context; parts that meet in a cluster, where there are some; parts that meet in a workspace.
+    # One part of the context; parts that meet in a cluster, if there are some; parts that meet in a workspace.
     for dtype, batch, heads, kv_heads, head, context, quantized in (
         (torch.float32, 1, 4, 2, 64, 2000, False),
         (HALF, 128, 4, 2, 64, 100, False),
@@ -522,7 +522,7 @@ def attention(
     cores round every eight products once more. They take weights in 16 bits: each errs by a share of itself, and below
     ``2**-14`` of the largest by half a step, in units in which the largest, with an int8 cache times its scale, is 1.
 
-    ``q`` is ``[B, heads, head]``, the cache ``[B, kv_heads, context, head]`` with scales where it is int8, and
+    ``q`` is ``[B, heads, head]``, the cache ``[B, kv_heads, context, head]`` with scales if it is int8, and
     ``positions`` has the last one of each sequence.
     """
     (batch, _, head), dtype = q.shape, q.dtype
@@ -567,8 +567,8 @@ class Verdict:
         family: the family, as kernels' names, or the operator's name.
         shape: sizes.
         kernels: names of the kernels that ran.
-        problem: what differs, or why nothing could be compared; empty where all is right.
-        skipped: why the check did not run; empty where it did.
+        problem: what differs, or why nothing could be compared; empty if all is right.
+        skipped: why the check did not run; empty if it did.
     """
 
     family: str
@@ -585,7 +585,7 @@ class Verdict:
 
 
 def difference(got: Tensor, expected: Expected) -> str:
-    """What differs between a result and what must come out, both on the CPU; empty where nothing does."""
+    """What differs between a result and what must come out, both on the CPU; empty if nothing does."""
     exact, within = expected if isinstance(expected, Near) else (expected, None)
     if got.shape != exact.shape or (within is None and got.dtype is not exact.dtype):
         return f"{got.dtype} {list(got.shape)}, not {exact.dtype} {list(exact.shape)}"
@@ -638,7 +638,7 @@ def run_checks(checks: Sequence[Check], device: torch.device, *, nvcc: bool, tit
 
 
 def _device_error(device: torch.device) -> str:
-    """Why the device can compute no more; empty where it can."""
+    """Why the device can compute no more; empty if it can."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

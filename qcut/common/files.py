@@ -61,7 +61,7 @@ def temporary(path: Path) -> Iterator[BinaryIO]:
     remove_leftovers(path)
     file = _new_file(path)
     try:
-        # Closed twice where the block fails: the buffer may not fit on a full disk, and the file goes anyway.
+        # Closed twice if the block fails: the buffer may not fit on a full disk, and the file goes anyway.
         yield file
         file.close()
     finally:
@@ -113,7 +113,7 @@ def _remove_if_dead(leftover: Path) -> None:
 
 
 def flush_directory(directory: Path) -> None:
-    """Bring renames in a directory to the disk, where the file system can."""
+    """Bring renames in a directory to the disk, if the file system can."""
     with contextlib.suppress(OSError):  # The files are in place, and some file systems flush no directory.
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -123,7 +123,7 @@ def flush_directory(directory: Path) -> None:
 
 
 def make_directory(directory: Path) -> list[Path]:
-    """Create a directory and its parents where they are missing, and bring their names to the disk.
+    """Create a directory and its parents if they are missing, and bring their names to the disk.
 
     Returns:
         The directories that were created, the innermost first.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def when_imported(name: str, then: str) -> None:
-    """Call a function on a module: now where it was imported, and after each import and each reload that follows.
+    """Call a function on a module: now if it was imported, and after each import and each reload that follows.
 
     Where the module is being imported, by this thread or another, the call comes at the end of that. An import that
     fails, or that is only looked for, calls nothing.
@@ -111,7 +111,7 @@ def _call(then: str, module: ModuleType) -> None:
 
 
 def _installed() -> _QcutFinder:
-    """The finder of this process: one, even where this module is reloaded, or imported anew."""
+    """The finder of this process: one, even if this module is reloaded, or imported anew."""
     for finder in sys.meta_path:
         if type(finder).__name__ == _QcutFinder.__name__:
             return finder  # type: ignore[return-value]

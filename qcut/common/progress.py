@@ -34,7 +34,7 @@ def _bar_class() -> type[Any]:
     class Bar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0
 
-    # tqdm's own lock is shared with forked processes, and stays taken where one of them dies with it.
+    # tqdm's own lock is shared with forked processes, and stays taken if one of them dies with it.
     Bar.set_lock(threading.RLock())
     return Bar
 

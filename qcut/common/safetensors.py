@@ -8,7 +8,7 @@ holds a digest of itself and of every header (`qcut.common.safetensors_writer`):
 The digest of a tensor is ``sha256(label + sha256(piece 0) + sha256(piece 1) + …)``, where the label is the dtype's code
 and the shape, as ``F32[32,64]``, and pieces are 16 MiB of the data, which threads share.
 
-The safetensors package maps a file into memory, which ends the process where the file is cut short meanwhile, and knows
+The safetensors package maps a file into memory, which ends the process if the file is cut short meanwhile, and knows
 no digests: it serves files of Hugging Face (`qcut.checkpoints.pretrained`), and the tests hold this module to it. Only
 reading a tensor imports torch.
 """
@@ -104,7 +104,7 @@ def torch_dtype(code: str) -> torch.dtype | None:
 
 
 def dtype_code(dtype: torch.dtype) -> str | None:
-    """The code of a dtype of torch; None where safetensors have none."""
+    """The code of a dtype of torch; None if safetensors have none."""
     return _CODES.get(str(dtype).removeprefix("torch."))
 
 
@@ -133,7 +133,7 @@ class TensorFile:
     Args:
         path: the file.
         error: class of the exceptions to raise.
-        file: the file, where it is open already; closed with this object.
+        file: the file, if it is open already; closed with this object.
 
     Attributes:
         headers: of the tensors, by name.
@@ -169,7 +169,7 @@ class TensorFile:
 
         Args:
             name: of the tensor.
-            verify: compare with the digest, where the file has one.
+            verify: compare with the digest, if the file has one.
 
         Raises:
             QcutError: of the file's class: the file cannot be read or has become shorter, or the digest differs.
@@ -249,7 +249,7 @@ def _places(
 
 
 def tensor_data(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU; a copy's where it is not contiguous."""
+    """The bytes of a tensor on the CPU; of a copy if it is not contiguous."""
     import torch
 
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -277,7 +277,7 @@ def read_index(
         path: the index.
         error: class of the exceptions to raise.
         check: is given the index's data, and returns what it makes of them, and the names of the data files.
-        verify: compare digests, where there are any.
+        verify: compare digests, if there are any.
 
     Returns:
         What ``check`` made of the data, and the data files by name.

@@ -4,7 +4,7 @@ A directory holds any number of data files and one JSON file, the index, which n
 files get fresh names, and the new index is renamed into place last: that rename is the commit. Data files never change.
 Until the commit the old ones are whole and in use, and other files in the directory are never touched. One writer works
 at a time. Readers (`qcut.common.safetensors.read_index`) take no lock: they open all that the index names, and start
-again where a newer index is in force.
+again if a newer index is in force.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class TensorFiles:
         self._remove_all_but(set(self.written))
 
     def _in_use(self) -> set[str]:
-        """Data files that the index names; all of them where it cannot be read."""
+        """Data files that the index names; all of them if it cannot be read."""
         index = self.directory / self.index
         try:
             text = read_bytes(index, JSON_BYTES, QcutError).decode("utf-8", "replace")

@@ -40,7 +40,7 @@ def open_regular(path: Path, error: type[QcutError]) -> BinaryIO:
     """Open a file for reading, unbuffered, without ever waiting for it.
 
     Raises:
-        QcutError: of class ``error``, where there is no such file, or one that cannot be opened or is not regular.
+        QcutError: of class ``error``, if there is no such file, or one that cannot be opened or is not regular.
     """
     try:
         # A pipe without a writer would be waited for.
@@ -64,7 +64,7 @@ def reading(path: Path, error: type[QcutError]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def closed_if_refused(file: BinaryIO, path: Path, error: type[QcutError]) -> Iterator[None]:
-    """Check an open file in a block that closes it where it raises; OSError and MemoryError become ``error``."""
+    """Check an open file in a block that closes it if it raises; OSError and MemoryError become ``error``."""
     try:
         yield
     except BaseException as exc:
@@ -92,7 +92,7 @@ def file_size(file: BinaryIO) -> int:
 
 
 def read_up_to(file: BinaryIO, count: int) -> bytes:
-    """Bytes from the file's position on: ``count``, or fewer where the file ends."""
+    """Bytes from the file's position on: ``count``, or fewer if the file ends."""
     pieces: list[bytes] = []
     while count > 0 and (piece := file.read(min(count, 1 << 20))):
         pieces.append(piece)
@@ -377,7 +377,7 @@ def record(
 
     Args:
         fields: those that must be there.
-        optional: others, each with its check and what stands for it where it is missing.
+        optional: others, each with its check and what stands for it if it is missing.
         more: whether fields of other names may be there; they are given back as they are.
     """
     optional = optional or {}

@@ -51,7 +51,7 @@ def refuse_other_distribution(package: Path) -> None:
 
 
 def _installs_into(package: Path, info: Path) -> bool:
-    """Whether a distribution's list of files names the folder; True where there is no list."""
+    """Whether a distribution's list of files names the folder; True if there is no list."""
     for listed in ("RECORD", "top_level.txt"):
         try:
             lines = (info / listed).read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Whether a scheme serves a layer, and which near one does where it does not."""
+"""Whether a scheme serves a layer, and which near one does if it does not."""
 
 from __future__ import annotations
 

@@ -73,11 +73,11 @@ def quantize(
     ``device`` given, the float weights stay where they are, one layer at a time visits the device, and only the
     quantized copy lives there. Afterwards the replaced float weights are freed, unless the caller holds them.
 
-    A layer stays in float, and the report gives the reason, where other code reads its weight without calling it
-    (``nn.MultiheadAttention``), where it is a subclass with a forward of its own that is not proved to be
-    ``x @ W.T + b``, where it is part of an adapter, where its quantized form would not be smaller, and where K is
-    beyond the exact range. A codebook gets the rotation ``qr`` where a layer's K does not fit its Hadamard rotation.
-    Forward hooks of replaced layers move to the new ones.
+    A layer stays in float, and the report gives the reason, if other code reads its weight without calling it
+    (``nn.MultiheadAttention``), if it is a subclass with a forward of its own that is not proved to be ``x @ W.T + b``,
+    if it is part of an adapter, if its quantized form would not be smaller, or if K is beyond the exact range. A
+    codebook gets the rotation ``qr`` where a layer's K does not fit its Hadamard rotation. Forward hooks of replaced
+    layers move to the new ones.
 
     Tied weights stay tied: layers that share one weight share one quantized copy of it. A layer whose weight is also
     used by something else, such as an embedding, is left as it is and reported, unless ``embeddings`` is given: then
@@ -110,7 +110,7 @@ def quantize(
             then. Other kernels are built at their first use. Of no effect on the CPU.
         verify: a batch, as `qcut.calibrate` takes them, on which the quantized and the float model are compared; see
             `qcut.conversion.verification`. None takes a small one that the calibration has seen, if there is one; True
-            takes that, or else 16 tokens of the vocabulary where the model is one of transformers that reads token ids,
+            takes that, or else 16 tokens of the vocabulary if the model is one of transformers that reads token ids,
             and otherwise checks each layer only, which is reported; False leaves verification out. Costs two forward
             passes, and the memory of all layers' results on the batch.
         progress: show a progress bar.

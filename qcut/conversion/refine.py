@@ -65,7 +65,7 @@ class Refinement:
     """What `refine` did.
 
     Attributes:
-        losses: of each step's batch, before the step: the mean divergence of a position in nats or, where the output
+        losses: of each step's batch, before the step: the mean divergence of a position in nats or, if the output
             has no logits, the squared error relative to the mean square.
         changed: share of all codes that are other ones now.
     """

@@ -74,7 +74,7 @@ class Report:
         verified: calls of layers on which the model was compared with the float one; 0 without verification.
         held: layers that were compared with their float weights; see `qcut.conversion.verification`.
         unseen: why the whole model was not compared with the float one although requested; else empty.
-        coverage: how much of what a user expects to be quantized is; None where that was not counted.
+        coverage: how much of what a user expects to be quantized is; None if that was not counted.
     """
 
     layers: tuple[LayerReport, ...]

@@ -200,7 +200,7 @@ def smooth(model: nn.Module, calibration: Calibration, alpha: float = 0.5, *, ex
 
     The model and the calibration change together: the calibration's channel minima and maxima and its sample are
     divided by ``s`` too, so that every range it gives, by any method, is that of the smoothed model. Nothing needs to
-    be run again. Both are left untouched where this raises.
+    be run again. Both are left untouched if this raises.
 
     Args:
         model: the model that was calibrated.

@@ -43,7 +43,7 @@ class Task:
         scheme: its new scheme.
         static_range: calibrated range of the layer's input, for schemes that need one.
         activation: activation that the layer computes after its bias.
-        moments: by layer, what codebooks are fitted to; None where this layer is not.
+        moments: by layer, what codebooks are fitted to; None if this layer is not.
         scale: float32 ``[K]``, what smoothing multiplies the weight's columns by and divides the input by; or None.
         note: why the scheme is not the requested one; empty if it is.
         name: of the layer in ``moments``.
@@ -139,7 +139,7 @@ def layer_tasks(
 
 
 def is_plan(scheme: str | Scheme | Plan) -> TypeIs[Plan]:
-    """Whether this is a plan. Its module is imported only where it may be one."""
+    """Whether this is a plan. Its module is imported only if it may be one."""
     if isinstance(scheme, str | Scheme):
         return False
     from qcut.conversion.planning.plan import Plan

@@ -129,7 +129,7 @@ class Drafter(Protocol):
 class Lookup:
     """Drafts by look-up: what followed the last tokens where they stood before, in prompt and answer.
 
-    It costs next to nothing, and is right where a text repeats its prompt or itself: edits of a document, code.
+    It costs next to nothing, and is right if a text repeats its prompt or itself: edits of a document, code.
 
     Attributes:
         drafts: most drafted tokens of a step, 1 to 15.

@@ -66,7 +66,7 @@ class Graphs:
             before: runs in place of ``run`` before the capture, to build and load further kernels.
 
         Raises:
-            RuntimeError: torch's, where ``run`` cannot be captured.
+            RuntimeError: torch's, if ``run`` cannot be captured.
         """
         from qcut.backends.cuda.launch.plans import recapturing
         from qcut.backends.cuda.launch.streams import collection_paused

@@ -64,7 +64,7 @@ class Request(SequenceState):
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def cancel(self) -> None:
-        """End the sequence before its next token; nothing where it has ended. May be called in any thread."""
+        """End the sequence before its next token; nothing if it has ended. May be called in any thread."""
         self.is_cancelled = True
 
     def events(self) -> Iterator[Event]:

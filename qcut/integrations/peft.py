@@ -55,7 +55,7 @@ def wrapper_class() -> type[nn.Module]:
 
             Raises:
                 UnsupportedError: the layer is quantized. PEFT's own wrapper, over a layer that was quantized after it
-                    was wrapped, raises one, too, where it reads the weight.
+                    was wrapped, raises one, too, if it reads the weight.
             """
             layer = _base(self)
             if layer is not None:

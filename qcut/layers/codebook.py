@@ -102,7 +102,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         fold: float32 ``[16 T]``, which makes int8 of a row's weights; None except with int8 products.
         bias: float32 ``[N]`` or None.
         residual_units, residual_packed_norms, residual_codebook, residual_col_scale, residual_fold: the same buffers
-            of the second set, where there is one.
+            of the second set, if there is one.
 
     The state dict is in plain order: ``indices`` packed by `qcut.numerics.codebook.packing.pack`, ``norms`` ``[N, G]``,
     ``codebook``, the same with ``residual_`` in front for a second pass, ``norm_scale`` of e4m3 norms, and ``bias``.
@@ -298,7 +298,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         return stored
 
     def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
-        """See `Linear.state_problem`: finite norms from 0 up, and codebooks that ascend, where due in equal steps."""
+        """See `Linear.state_problem`: finite norms from 0 up, and codebooks that ascend, if due in equal steps."""
         for _, norms, values in PASS_KEYS[: len(self.scheme.widths)]:
             if found := out_of_range(state[norms], 0.0):
                 return norms, f"found {found}; finite values from 0 are allowed"
@@ -519,7 +519,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
     def sets(self) -> list[CodebookSet]:
-        """What each product reads of the weight: one set, or one a pass where the passes have two widths."""
+        """What each product reads of the weight: one set, or one a pass if the passes have two widths."""
         buffers = cast(dict[str, Any], self._buffers)
         return [CodebookSet(*[buffers[key] for key in keys]) for keys in SET_KEYS[: len(self.set_bits)]]
 

@@ -95,7 +95,7 @@ class InputGradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, _Layer], output: Tensor) -> None:
-        """Keeps x where the derivative of an activation will ask for it."""
+        """Keeps x if the derivative of an activation will need it."""
         x, layer = inputs
         ctx.layer = layer
         if layer.activation != "none":

@@ -363,7 +363,7 @@ class W8A8StaticLinear(CalibratedLinear, schemes=[W8A8("static")]):
 
     def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
         calibrated = super()._empty_buffers(device)
-        input_scale = calibrated.pop("input_scale")  # after colsum, where checkpoints have it
+        input_scale = calibrated.pop("input_scale")  # after colsum, as in checkpoints
         return calibrated | {
             "colsum": torch.empty(self.out_features, dtype=torch.int32, device=device),
             "input_scale": input_scale,

@@ -199,7 +199,7 @@ class IntegerChain(nn.Module):
             x: ``[..., K]`` float16, bfloat16 or float32, any number of tokens.
 
         Returns:
-            ``[..., N]`` of x's dtype, rounded once more where that is a 16-bit type.
+            ``[..., N]`` of x's dtype, rounded once more if that is a 16-bit type.
 
         Raises:
             ShapeError: x has another number of columns.

@@ -317,7 +317,7 @@ class Linear(QuantizedLayer):
         return self._without_activation().forward_fused(input) if self.apart else self.forward_fused(input)
 
     def forward_fused(self, x: Tensor) -> Tensor:
-        """Applies the layer, its activation included, as `forward` does where the layer is not `apart`."""
+        """Applies the layer, its activation included, as `forward` does if the layer is not `apart`."""
         if x.shape[-1:] != (self.in_features,):
             raise ShapeError(
                 f"{layer_prefix(self.name)}x has shape {list(x.shape)}; allowed: [..., {self.in_features}]"
@@ -382,8 +382,8 @@ class Linear(QuantizedLayer):
             x: ``[M, K]``, as `forward` takes it.
 
         Returns:
-            float32 ``[M, K]``; x itself where tokens are not quantized, or to int16 by their own largest magnitudes.
-            None where they are quantized after a rotation.
+            float32 ``[M, K]``; x itself if tokens are not quantized, or to int16 by their own largest magnitudes.
+            None if they are quantized after a rotation.
         """
         return x.float()
 
@@ -458,7 +458,7 @@ class Linear(QuantizedLayer):
         raise NotImplementedError
 
     def table(self, dtype: torch.dtype) -> object | None:
-        """The weight's rows as `qcut.layers.embedding.RowTable` of a dtype; None where no operator gathers them."""
+        """The weight's rows as `qcut.layers.embedding.RowTable` of a dtype; None if no operator gathers them."""
         return None
 
     @classmethod

@@ -27,7 +27,7 @@ class StateEntry:
         shape: its shape.
         dtype: its dtype.
         identity: equal for tensors of two layers that are one and the same, tied.
-        read: makes the tensor, or returns it where it exists.
+        read: makes the tensor, or returns it if it exists.
     """
 
     shape: tuple[int, ...]
@@ -121,7 +121,7 @@ class QuantizedLayer(Quantized):
             state: the tensors of the state dict, by key, of the shapes and dtypes that `stored` states.
 
         Returns:
-            The key of the first tensor that cannot be, and what was found and is allowed; None where all can be.
+            The key of the first tensor that cannot be, and what was found and is allowed; None if all can be.
         """
         if "bias" in state and (found := out_of_range(state["bias"])):
             return "bias", f"found {found}; finite values are allowed"

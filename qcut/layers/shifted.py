@@ -35,7 +35,7 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
 
     Attributes:
         offsets: float16 ``[N, passes * G]``, or None.
-        order: int32 ``[K]``: stored column j multiplies column ``order[j]`` of x; or None where the columns are in
+        order: int32 ``[K]``: stored column j multiplies column ``order[j]`` of x; or None if the columns are in
             their places.
 
     The state dict has ``offsets`` and ``order`` besides the keys of `CodebookLinear`. Arguments are those of `Linear`.

@@ -89,7 +89,7 @@ class Stacker:
         return made
 
     def _parts(self, projections: Sequence[nn.Module]) -> dict[str, list[Tensor]] | None:
-        """The projections' tensors that have rows, by key; None where these cannot be stacked."""
+        """The projections' tensors that have rows, by key; None if these cannot be stacked."""
         signatures = [_signature(module) for module in projections]
         if len(projections) < 2 or signatures[0] is None or any(s != signatures[0] for s in signatures):
             return None

@@ -69,7 +69,7 @@ def all_calls_are_watched() -> bool:
 
 
 def conv1d_class() -> type[nn.Module] | None:
-    """transformers' ``Conv1D``, where transformers has been imported."""
+    """transformers' ``Conv1D``, if transformers has been imported."""
     return library_class("transformers.pytorch_utils", "Conv1D")
 
 
@@ -95,7 +95,7 @@ _OF_TRANSFORMERS: dict[str, tuple[str, str | None]] = {
     "PytorchGELUTanh": ("gelu_tanh", None),
     "GELUActivation": ("gelu_erf", "_gelu_python"),
 }
-"""Activations of transformers: the function, and the method that ``act`` may be where the class calls that."""
+"""Activations of transformers: the function, and the method that ``act`` may be if the class calls that."""
 
 
 def _holds(module: Any, method: str) -> bool:

@@ -35,7 +35,7 @@ class FusedActivation(nn.Identity):
 class FusedSequential(nn.Sequential):
     """An ``nn.Sequential`` with quantized layers that compute the activations behind them.
 
-    A pair is called as one only where the container is called as a whole and nobody looks between: hooks on either,
+    A pair is called as one only if the container is called as a whole and nobody looks between: hooks on either,
     an adapter around the layer, or another module in a place lead to a call of each. The same holds for whoever
     indexes, slices or iterates the container.
     """
@@ -75,7 +75,7 @@ class FusedSequential(nn.Sequential):
 
 
 class Change(NamedTuple):
-    """An assignment and its reverse; the reverse does no harm where the assignment was not made."""
+    """An assignment and its reverse; the reverse does no harm if the assignment was not made."""
 
     apply: Callable[[], None]
     undo: Callable[[], None]

@@ -125,7 +125,7 @@ def own_ways(module: nn.Module) -> str | None:
     if others := [*module._parameters.keys() - {"weight", "bias"}, *module._buffers, *module._modules]:
         return f"it holds {others[0]!r} besides its weight and bias, which a quantized layer does not keep"
     if any(vars(module).get(hooks) for hooks in _STATE_HOOKS):
-        return "hooks are called where its state is written or read"
+        return "hooks are called when its state is written or read"
     if has_extra_state(module):
         return f"its class keeps extra state (get_extra_state of {type(module).__module__}.{type(module).__qualname__})"
     return own_forward(module)

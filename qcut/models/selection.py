@@ -165,8 +165,8 @@ def find_layers(
         model: the model.
         include: globs (see `matches`) of layers to take; None takes every layer but those of `float_by_default`. A
             glob must match a layer.
-        skip: globs of layers to leave out, even where ``include`` names them. A glob may match nothing.
-        known: `linear_layers` of the model, where that has been called; None calls it.
+        skip: globs of layers to leave out, even if ``include`` names them. A glob may match nothing.
+        known: `linear_layers` of the model, if that has been called; None calls it.
 
     Raises:
         DtypeError: the model is no ``nn.Module``.
@@ -214,7 +214,7 @@ def _experts_beside(model: nn.Module) -> list[tuple[str, str, int]]:
     A module with parameters of its own may hold the router too; of its experts, no module has a name.
 
     Experts are opened ones, or matrices in parameters of three dimensions, or a container of modules; of the last two
-    only where the name or class says so, for attention has such parameters too.
+    only if the name or class shows it, for attention has such parameters too.
     """
     found = []
     for name, module in model.named_modules():
@@ -258,7 +258,7 @@ def _adapters(model: nn.Module) -> dict[int, str]:
 
 
 def held_elsewhere(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]:
-    """Layers, by id, that a module holds as plain data too, where no replacement reaches them, and the class's name."""
+    """Layers, by id, that a module also holds as plain data, out of reach for replacement, and the class's name."""
     candidates = {id(layer) for layer in layers}
     found: dict[int, str] = {}
     for module in model.modules():

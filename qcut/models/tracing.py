@@ -53,8 +53,8 @@ class NormTracer(TorchFunctionMode):
     is a hook. A view with the same rows, or a copy of another dtype, is the output still. Experts read it with their
     first product, and a router that calls ``linear`` with a parameter of its own reads it with that.
 
-    What no call comes to may read the output as well. A norm is refused where a module near it and its readers never
-    ran, and where code may read its output at a place that no call came to (`qcut.models.weight_sharing`).
+    What no call comes to may read the output as well. A norm is refused if a module near it and its readers never ran,
+    or if code may read its output at a place that no call came to (`qcut.models.weight_sharing`).
 
     Args:
         model: in evaluation mode while it runs; hooks are on its modules until `remove`.

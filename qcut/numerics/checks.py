@@ -18,7 +18,7 @@ def out_of_range(t: Tensor, least: float = -math.inf, most: float = math.inf, *,
         above: ``least`` itself is not allowed.
 
     Returns:
-        The value and its place, or None where all values are allowed.
+        The value and its place, or None if all values are allowed.
     """
     if t.numel() == 0 or t.is_meta:
         return None
@@ -46,7 +46,7 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 
 def first_difference(found: Tensor, expected: Tensor) -> str | None:
-    """The first place where two tensors of one shape differ, such as ``3 at [7], 5 is needed``; None where none is."""
+    """The first place where two tensors of one shape differ, such as ``3 at [7], 5 is needed``; None if none is."""
     if torch.equal(found, expected):
         return None
     place = (found != expected).nonzero()[0].tolist()

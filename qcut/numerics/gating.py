@@ -1,4 +1,4 @@
-"""What experts compute between their two products: an activation, times a second half where there is one."""
+"""What experts compute between their two products: an activation, times a second half if there is one."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def clamped_silu_mul(
     Exactness: with alpha 1, bitwise ``F.silu(g) * w``; otherwise ``g / (1 + exp(-alpha * g))`` in float32.
     """
     if limit:
-        most = gate.new_tensor(limit)  # infinite where it is beyond the type
+        most = gate.new_tensor(limit)  # infinite if it is beyond the type
         gate, up = torch.minimum(gate, most), up.clamp(-most, most)
     if alpha == 1.0:
         silu = F.silu(gate)

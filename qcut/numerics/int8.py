@@ -2,7 +2,7 @@
 
 Float arithmetic is float32, one rounded operation at a time, in the order the formulas are written;
 ``rne`` rounds half to even. GPU kernels compute the same operations without contraction, so that
-integers agree bitwise, and so do floats where the activation is ``none`` or ``relu``. A scale is the
+integers agree bitwise, and so do floats if the activation is ``none`` or ``relu``. A scale is the
 smallest number with which the largest magnitude fits; a scale that would be 0 is 1. "Bitwise" below
 means on every device.
 
@@ -46,7 +46,7 @@ def weight_qparams(
 
     Args:
         w: ``[N, K]`` of any floating-point dtype, N and K at least 1.
-        row_absmax: float32 ``[N]``, the maximum over the columns of whole rows, where ``w`` has only some of them.
+        row_absmax: float32 ``[N]``, the maximum over the columns of whole rows, if ``w`` has only some of them.
         layer: name for error messages.
         most: what a row's largest magnitude becomes.
 

@@ -84,7 +84,7 @@ def fixed_point(ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ratio_problem(ratio: Tensor) -> str | None:
-    """What keeps `fixed_point` from a ratio: one that is not finite, or 2**24 or more. None where nothing does."""
+    """What keeps `fixed_point` from a ratio: one that is not finite, or 2**24 or more. None if nothing does."""
     return out_of_range(ratio, 0.0, float(MULTIPLIER_MAX))
 
 
@@ -124,7 +124,7 @@ def state_problem(bias: Tensor, multiplier: Tensor, shift: Tensor) -> tuple[str,
         shift: int32 ``[N]``.
 
     Returns:
-        The name of the tensor, and what was found and is allowed; None where all is well.
+        The name of the tensor, and what was found and is allowed; None if all is well.
     """
     for name, tensor, least, most in (
         ("bias", bias, -BIAS_MAX, BIAS_MAX),

@@ -83,7 +83,7 @@ def _full_products() -> Iterator[None]:
 
 
 def _switch_to_full() -> Callable[[], None]:
-    """Set full precision, and return what undoes that. torch refuses to read its older switch where the two differ."""
+    """Set full precision, and return what undoes that. torch refuses to read its older switch if the two differ."""
     before = [setting.fp32_precision for setting in _PRODUCTS]
     try:
         older = torch.get_float32_matmul_precision()

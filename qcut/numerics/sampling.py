@@ -50,9 +50,9 @@ class Sampling:
         seed: key of the random draws, in [0, 2**64).
         min_p: the draw is from tokens at least this many times as likely as the likeliest, in [0, 1], rounded to 24
             bits; 0 keeps all.
-        repetition_penalty: logits of tokens that the prompt or the continuation holds are divided by it where they are
-            positive, and multiplied where they are negative; a positive normal number of float32, 1 for none. None:
-            that of the model's generation settings, where an engine samples; 1 elsewhere.
+        repetition_penalty: logits of tokens that the prompt or the continuation holds are divided by it if they are
+            positive, and multiplied if they are negative; a positive normal number of float32, 1 for none. None: that
+            of the model's generation settings if an engine samples; 1 elsewhere.
         presence_penalty: subtracted from logits of tokens that the continuation holds; -100 to 100.
         frequency_penalty: the same, as often as the continuation holds the token.
         logit_bias: added to the logits of single tokens, before penalties: -100 to 100 by token id.
@@ -170,7 +170,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, settings: Sequence[Sampling], device: torch.device, bans: Sequence[Sequence[Ban]] = ()) -> Rows:
-        """The settings of rows, one each, on a device, which nobody waits for; and each row's bans, where some have."""
+        """The settings of rows, one each, on a device, which nobody waits for; and each row's bans, if there are any."""
         entries = [
             (row, token, _ALWAYS, value)
             for row, each in enumerate(settings)
@@ -329,7 +329,7 @@ def sample(
 ) -> Tensor:
     """Chooses a token for each row: `argmax` where the sampling is greedy, a draw otherwise.
 
-    1. ``x = f32(logit)``, plus its bias, `penalized` where there is a history, -Inf where that is NaN. Sort x in
+    1. ``x = f32(logit)``, plus its bias, `penalized` if there is a history, -Inf if that is NaN. Sort x in
        descending order, equals (-0 and 0 too) by lower index.
     2. Keep the first ``top_k``. ``m`` is the first of them.
     3. ``d = (x - m) / f32(temperature)``: a float32 subtraction, then a float32 division.

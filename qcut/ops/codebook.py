@@ -51,7 +51,7 @@ class RotateTokensOp(NamedTuple):
         kind: ``hadamard``, ``qr`` or ``none``.
         group_size: columns of a group; K or more takes whole rows.
         seeds: one for each pass, at least one.
-        out_dtype: int8, or x's type where that has 16 bits.
+        out_dtype: int8, or x's type if that has 16 bits.
 
     Returns:
         Blocks ``[passes * Kp / B, ceil(M / 8), 8, B]`` of ``out_dtype``, B = 128 bytes and Kp the padded columns of a

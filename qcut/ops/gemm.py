@@ -164,9 +164,9 @@ def gemm_s8(
 
     Args:
         a: int8 ``[M, K]``, M >= 0, 1 <= K <= `qcut.schemes.K_MAX` (`K_MAX_ZERO_POINT` with a zero point). Read in
-            place, at any offset and leading dimension, where it is contiguous along K or along M; copied otherwise.
+            place, at any offset and leading dimension, if it is contiguous along K or along M; copied otherwise.
         b: int8 ``[N, K]``, N >= 1, as weights are stored: the right operand of the product is its transpose. Read in
-            place where it is contiguous along K or along N. Pointers, leading dimensions and contiguous extents of a
+            place if it is contiguous along K or along N. Pointers, leading dimensions and contiguous extents of a
             and b that are multiples of 16 bytes are the fast case.
         zero_point: int32 ``[M]``, in [-128, 127]; goes with ``colsum``. The CPU refuses values out of range. CUDA does
             not look, since an error would have to wait for the device: rows with such values have no meaning, and the

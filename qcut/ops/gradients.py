@@ -2,7 +2,7 @@
 
 A forward pass with gradients enabled is served, since a model may have parameters of its own before a quantized layer
 and after it. Its result then ends in `inference_only`. The backward pass of that raises, in eager mode, under gradient
-checkpointing and in compiled code alike. Nothing of this runs where no gradient is wanted.
+checkpointing and in compiled code alike. Nothing of this runs if no gradient is needed.
 """
 
 from __future__ import annotations

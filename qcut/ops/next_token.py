@@ -98,7 +98,7 @@ class AdvanceOp(NamedTuple):
         positions: int32 ``[B]``, contiguous, the position of each sequence's token; raised by one.
         slots: int32 ``[B]``, contiguous, the place of each sequence's token in the cache; raised by one.
         context: tokens that the cache has room for, at least 1.
-        host_copy: int64 ``[R, B]`` on the host, contiguous, pinned where the logits are on a GPU: row ``turn[b]`` gets
+        host_copy: int64 ``[R, B]`` on the host, contiguous, pinned if the logits are on a GPU: row ``turn[b]`` gets
             token b, too. Who reads waits for the device. None: there is none.
         turn: int32 ``[B]``, contiguous, with ``host_copy``, each 0 to R - 1; raised by one, from R - 1 to 0.
 
@@ -171,7 +171,7 @@ class AcceptOp(NamedTuple):
         context: tokens that the cache has room for, at least 1.
         least: tokens of the shortest n-gram that gives drafts, 1 to ``most``.
         most: tokens of the longest n-gram that is compared, 0 to 8. 0: no drafts, and ``least`` may be anything.
-        host_copy: int64 ``[R, B, W + 2]`` on the host, contiguous, pinned where the tokens are on a GPU: row b of
+        host_copy: int64 ``[R, B, W + 2]`` on the host, contiguous, pinned if the tokens are on a GPU: row b of
             ``host_copy[turn[b]]`` gets n, d, the n new tokens, and zeros. Who reads waits for the device. None: there
             is none.
         turn: int32 ``[B]``, contiguous, with ``host_copy``, each 0 to R - 1; raised by one, from R - 1 to 0.

@@ -208,7 +208,7 @@ class Service:
 
     def _check_name(self, name: str | None) -> None:
         if name not in (None, self.settings.name) and not self.settings.any_model:
-            allowed = f"allowed: {self.settings.name!r}, or any name where the server runs with --any-model"
+            allowed = f"allowed: {self.settings.name!r}, or any name if the server runs with --any-model"
             message = f"model {name[:80]!r}; {allowed}"
             raise Refusal(404, message, param="model", code="model_not_found")
 

@@ -59,7 +59,7 @@ class Constraint:
 
         Raises:
             ConstraintError: not a JSON object, nested deeper than `MOST_DEPTH`, or too long. Unknown keywords and types
-                are refused where the constraint is used.
+                are refused when the constraint is used.
         """
         found: Any = schema
         if isinstance(schema, str):
@@ -90,7 +90,7 @@ class Constraint:
             pattern: in the syntax of Rust's crate ``regex``, without anchors and look-around.
 
         Raises:
-            ConstraintError: empty, or too long. Its syntax is checked where the constraint is used.
+            ConstraintError: empty, or too long. Its syntax is checked when the constraint is used.
         """
         return cls("regex", pattern)
 
@@ -123,7 +123,7 @@ class Constraint:
                 ``root`` as first rule.
 
         Raises:
-            ConstraintError: empty, or too long. Its syntax is checked where the constraint is used.
+            ConstraintError: empty, or too long. Its syntax is checked when the constraint is used.
         """
         return cls("grammar", text)
 

@@ -35,8 +35,8 @@ class IncrementalDetokenizer:
         decode: returns the text of token ids.
         prompt: ids before the first new token. They decide whether a space comes first; their text is left out.
 
-    Exactness: equal to decoding all tokens at once, where each token's text depends on the tokens of its characters and
-        on whether it is the first. Decoders with byte fallback replace a whole run of byte tokens where the run is no
+    Exactness: equal to decoding all tokens at once, if each token's text depends on the tokens of its characters and
+        on whether it is the first. Decoders with byte fallback replace a whole run of byte tokens if the run is no
         UTF-8: characters of the run that were complete stay as they were returned.
     """
 

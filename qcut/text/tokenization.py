@@ -198,7 +198,7 @@ class _Key:
 
 
 def _backend(tokenizer: Any) -> tuple[str, bool] | None:
-    """What transformers asks beneath its own functions, which take long to import; None where a class does more."""
+    """What transformers asks beneath its own functions, which take long to import; None if a class does more."""
     kind, backend = type(tokenizer), getattr(tokenizer, "backend_tokenizer", None)
     own = all(
         getattr(kind, name).__module__.startswith("transformers.tokenization_utils")

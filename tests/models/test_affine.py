@@ -158,5 +158,5 @@ def test_other_reasons() -> None:
     for register in ("register_state_dict_post_hook", "register_load_state_dict_pre_hook"):
         stored = nn.Linear(8, 8)
         getattr(stored, register)(lambda *_: None)
-        assert "hooks are called where its state" in str(own_ways(stored))
+        assert "hooks are called when its state" in str(own_ways(stored))
     assert own_ways(nn.Linear(8, 8)) is None

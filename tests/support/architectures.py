@@ -147,7 +147,7 @@ def tiny_model(name: str, seed: int = 0) -> Any:
 
 
 def inputs_of(model: Any) -> dict[str, Any] | None:
-    """A batch for a model, by the names that its forward takes; None where no batch that is known here runs."""
+    """A batch for a model, by the names that its forward takes; None if no batch that is known here runs."""
     for batch in _batches(model):
         try:
             with torch.no_grad():

@@ -41,7 +41,7 @@ class EpilogueGraph:
     Args:
         epilogue: the epilogue.
         sm90: whether nodes are SM90's.
-        transposed: the type of the sums of a kernel that computes the transpose of D; None where it computes D.
+        transposed: the type of the sums of a kernel that computes the transpose of D; None if it computes D.
     """
 
     _M, _N = 512, 1024  # any shape: only strides and broadcasts are read off it

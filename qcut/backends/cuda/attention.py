@@ -214,8 +214,8 @@ class AttentionPlan:
             needs no workspace.
         counters: number of zeros that the kernel counts with; 0 without a workspace.
         appends: whether the kernel fills the cache too.
-        norms: whether the kernel normalizes heads too, where a call asks for that.
-        rotates: whether the kernel rotates the result too, where a call asks for that.
+        norms: whether the kernel normalizes heads too, if a call needs that.
+        rotates: whether the kernel rotates the result too, if a call needs that.
     """
 
     kernel: LaunchPlan

@@ -1,7 +1,7 @@
 """`qcut.ops.codebook` on CUDA.
 
-A call is a dictionary look-up, the allocation of its results and one launch on the current stream (two where dense
-rotations end as int8, or where no kernel rotates a token itself); a miss makes a plan first, and hands it to
+A call is a dictionary look-up, the allocation of its results and one launch on the current stream (two if dense
+rotations end as int8, or if no kernel rotates a token itself); a miss makes a plan first, and hands it to
 `qcut.backends.cuda.launch.native`. Its C++ serves the calls that follow. A `Rotation` or a `Product` holds all that
 chooses a kernel and is the key of its plan; `CodebookLayer` lists the kernels of a layer before its first call.
 """
@@ -226,7 +226,7 @@ def gemm_spec(
         n: number of output channels.
         units: units of a row of weights.
         gpu: the GPU.
-        early: the kernel may begin, and read the weight, before its predecessor has ended, where the GPU supports this.
+        early: the kernel may begin, and read the weight, before its predecessor has ended, if the GPU supports this.
         nvcc: whether the kernel may be one that nvcc builds.
 
     Raises:

@@ -117,7 +117,7 @@ def _codebook_plans(
 
 
 def _in_vectors(table: Tensor) -> Tensor:
-    """The table where its rows start at multiples of 16 bytes, else a copy; rows have a multiple of 32 columns."""
+    """The table if its rows start at multiples of 16 bytes, else a copy; rows have a multiple of 32 columns."""
     in_place = table.stride(1) == 1 and table.stride(0) * table.element_size() % 16 == 0 and is_aligned(table)
     return table if in_place else table.clone(memory_format=torch.contiguous_format)
 

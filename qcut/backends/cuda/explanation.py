@@ -42,8 +42,8 @@ def explain(
 
     Returns:
         The `qcut.dispatch.gemm.Explanation`; print it. It reports which tuned table was used, or which similar GPU's
-        table served as a start, and what the model assumes of the GPU. CUTLASS counts as available where this machine
-        can build its kernels.
+        table served as a start, and what the model assumes of the GPU. CUTLASS counts as available if this machine can
+        build its kernels.
 
     Raises:
         ConfigError: layouts, an output type, a type of tokens or a size that is not allowed.

@@ -51,7 +51,7 @@ _plans: PlanCache[LaunchPlan] = PlanCache()
 
 @once
 def has_cutlass() -> bool:
-    """Whether CUTLASS's kernels can be built here. Warns once where they cannot."""
+    """Whether CUTLASS's kernels can be built here. Warns once if they cannot."""
     missing = jit.missing_toolchain("nvcc")
     if missing is not None:
         warnings.warn(
@@ -111,7 +111,7 @@ class Product(NamedTuple):
         early_read: bool = False,
         rotates: int = 0,
     ) -> LaunchSpec | None:
-        """The launch of the kernel that streams weights past few tokens, or None where it does not serve the product.
+        """The launch of the kernel that streams weights past few tokens, or None if it does not serve the product.
 
         Args:
             tokens: how tokens are given and quantized, see `qcut.emitters.stream.w8a8`.
@@ -211,7 +211,7 @@ class Operand(NamedTuple):
     """An int8 matrix ``[rows, K]`` as kernels take it.
 
     Attributes:
-        q: the matrix, or a contiguous copy where the matrix is contiguous along neither side.
+        q: the matrix, or a contiguous copy if the matrix is contiguous along neither side.
         along_k: whether contiguous elements run along K; otherwise they run along the rows' index.
         ld: leading dimension: elements from one run to the next.
         alignment: bytes, 16, 8, 4, 2 or 1; all runs start and end at multiples of it.

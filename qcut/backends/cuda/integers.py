@@ -45,7 +45,7 @@ class IntegerLayer(NamedTuple):
     early_read: bool
 
     def specs(self, device: int) -> tuple[LaunchSpec | None, LaunchSpec]:
-        """The launches of a call: the kernel that splits tokens, or None where none is needed, and the product."""
+        """The launches of a call: the kernel that splits tokens, or None if none is needed, and the product."""
         gpu, halves = target(device), self.dtype is torch.int16
         epilogue = Epilogue(DTYPES[self.dtype], halves=halves, rescale=True)
         problem = GemmProblem(epilogue=epilogue, alignment_n=dispatch.alignment_of(self.n))

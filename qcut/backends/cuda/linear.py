@@ -125,7 +125,7 @@ class LinearLayer(NamedTuple):
         return linear_problem(dtype, self.n, self.k, self.bias, self.activation, self.scheme, aligned=self.aligned)
 
     def specs(self, device: int) -> tuple[LaunchSpec | None, LaunchSpec]:
-        """The launches of a call: the kernel that quantizes tokens, or None where none is needed, and the product."""
+        """The launches of a call: the kernel that quantizes tokens, or None if none is needed, and the product."""
         return self.typed_specs(device)[1:]
 
     def typed_specs(self, device: int) -> tuple[DType, LaunchSpec | None, LaunchSpec]:
@@ -184,7 +184,7 @@ class LinearPlan(NamedTuple):
     """Launch plans of a layer at one bucket of rows.
 
     Attributes:
-        quantize: launch that quantizes tokens; None where the product takes floating-point tokens.
+        quantize: launch that quantizes tokens; None if the product takes floating-point tokens.
         product: launch of the product; quantized tokens and the result have its ``rows_for`` rows.
         n: number of output channels.
         k_padded: columns of the weight.
@@ -488,7 +488,7 @@ class Int8Plan(NamedTuple):
 
 
 class ProductPlan(NamedTuple):
-    """Launch plan of a product that quantizes its tokens, or None where no kernel does."""
+    """Launch plan of a product that quantizes its tokens, or None if no kernel does."""
 
     product: LaunchPlan | None
 

@@ -59,7 +59,7 @@ def _host_copy(op: str, host_copy: Tensor | None, turn: Tensor | None) -> tuple[
 def _launch(
     logits: Tensor, written: tuple[Tensor, ...], context: tuple[int, ...] = (), host_copy: tuple[int, ...] = ()
 ) -> None:
-    """Write the likeliest tokens and, where a context is given, their positions and slots; tell the host."""
+    """Write the likeliest tokens and, if a context is given, their positions and slots; notify the host."""
     rows, columns = logits.shape
     if rows == 0:
         return

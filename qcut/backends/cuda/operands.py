@@ -17,7 +17,7 @@ def is_aligned(*tensors: Tensor | None) -> bool:
 
 
 def dense(t: Tensor) -> Tensor:
-    """The tensor itself where it is contiguous and aligned for vector loads, else a copy."""
+    """The tensor itself if it is contiguous and aligned for vector loads, else a copy."""
     return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
@@ -75,7 +75,7 @@ def has_rows(rows: int, *tensors: Tensor) -> bool:
 
 
 def row_major(x: Tensor) -> tuple[Tensor, int]:
-    """x ``[..., K]`` as rows with unit stride along K, copied where no view has it, and the stride between rows."""
+    """x ``[..., K]`` as rows with unit stride along K, copied if no view has it, and the stride between rows."""
     if not x.is_contiguous():
         if x.dim() == 2 and x.stride(1) == 1:
             return x, x.stride(0)

@@ -205,7 +205,7 @@ def _store(key: Hashable, tiles: Sequence[T], device: torch.device) -> Any:
 
 
 def _kept(key: Hashable, tiles: Sequence[T], device: torch.device) -> T | None:
-    """The tile that another process has measured to be the fastest; None where none has."""
+    """The tile that another process has measured to be the fastest; None if none has."""
     try:
         path = _store(key, tiles, device).get_file(_CHOICE)
         number = -1 if path is None else int(Path(path).read_bytes()[:8])

@@ -122,7 +122,7 @@ def integer_layer(parts: Parts, q: Tensor, grid: Grid, needs: Needs | None = Non
 
 
 def byte_layer(parts: Parts, u: Tensor, grid: Grid, needs: Needs | None = None) -> Linear:
-    """A layer of weights of a byte: of the scheme of rows where a row has one scale, else two passes of integers.
+    """A layer of weights of a byte: of the scheme of rows if a row has one scale, else two passes of integers.
 
     With ``u = 16 i + j`` and the codebook ``c[i] = i - 7.5``, ``16 c[i] + c[j] = u - 127.5``: the passes have the norms
     ``16 * scale`` and ``scale``. Of what is missing, ``127.5 - zero_point = 16 a + b``, a is a whole number and the
@@ -183,7 +183,7 @@ def codebook_layer(
     offsets: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Linear:
-    """A layer of codebook indices and norms, with offsets and an order of the columns where they are given.
+    """A layer of codebook indices and norms, with offsets and an order of the columns if they are given.
 
     Args:
         parts: name, sizes and bias of the layer.
@@ -265,7 +265,7 @@ def levels_layer(
 
 
 def column_order(parts: Parts, key: str, group_size: int | None) -> Tensor | None:
-    """The order that puts the columns of each group side by side, or None where they are so already.
+    """The order that puts the columns of each group side by side, or None if they are so already.
 
     Args:
         parts: of the layer.

@@ -131,7 +131,7 @@ def map_names(model: nn.Module, form: Format, tensors: Mapping[str, Stored], whe
 def _stored_names(
     model: nn.Module, modules: Mapping[str, nn.Module], names: ExpertNames, tensors: Mapping[str, Stored], where: str
 ) -> dict[str, str]:
-    """The names of tensors in the files, by those that transformers gives them where the model has such a place.
+    """The names of tensors in the files, by those that transformers gives them if the model has such a place.
 
     Raises:
         CheckpointError: two tensors have one name.

@@ -96,7 +96,7 @@ class Parts:
             raise self.error(key, f"found {stored.code} {list(stored.shape)}; needed: {wanted}")
 
     def require_bias(self) -> None:
-        """Check the bias, where there is one."""
+        """Check the bias, if there is one."""
         if "bias" in self.tensors:
             self.require("bias", FLOATS, [self.n])
 

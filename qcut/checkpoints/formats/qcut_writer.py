@@ -38,7 +38,7 @@ def save(
 ) -> None:
     """Write a model, quantized or partly so, to a directory.
 
-    The directory gets ``model-*.safetensors`` (several where the tensors exceed ``max_shard_bytes``; every parameter
+    The directory gets ``model-*.safetensors`` (several if the tensors exceed ``max_shard_bytes``; every parameter
     and buffer, also those outside the state dict; tied ones once) and ``qcut_config.json``: which layers are
     `qcut.Linear` with their schemes, which tensors are tied, which file holds what, and for a Hugging Face model its
     class and configuration. Such a model's ``config.json``, ``generation_config.json`` and

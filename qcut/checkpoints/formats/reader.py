@@ -114,7 +114,7 @@ def format_of(config: dict[str, Any], where: str, method: str | None = None) -> 
     Args:
         config: the configuration, as JSON holds it.
         where: the file or folder, for messages.
-        method: its ``quant_method``, where it names none.
+        method: its ``quant_method``, if it names none.
 
     Raises:
         UnsupportedError: a method that qcut does not read, or what of it cannot be served exactly (named).

@@ -20,7 +20,7 @@ from qcut.jit import Binary, build_many, cache, packs
 
 FIELDS = {
     "architectures": "list of {arch, kernels, built, pack, bytes}: how many kernels there are and how many are ready, "
-    "and the pack's path and size, null where none was written",
+    "and the pack's path and size, null if none was written",
     "names": "with --list, names of the kernels; else empty",
 }
 

@@ -56,7 +56,7 @@ _ARGUMENTS = f"""\
 FIELDS = {
     "table": "path of the table",
     "rows": "how many rows the table has now",
-    "gemms": "list of {name, tile, time_us, tiles, measured, left_out}: the fastest tile and its time, null where none "
+    "gemms": "list of {name, tile, time_us, tiles, measured, left_out}: the fastest tile and its time, null if none "
     "could be timed; of how many tiles; how many were measured now; those left out, with the reason",
     "unfinished": "how many GEMMs the time budget left; the same command goes on with them",
 }

@@ -75,7 +75,7 @@ class Calibration:
 
     Attributes:
         layers: `LayerStats` by layer name.
-        method: how `range` derives a range unless told otherwise.
+        method: how `range` derives a range by default.
         quantile: the quantile of ``method="quantile"``, on both sides.
         pairs: norms with an output that only linear layers read; see `qcut.models.tracing`.
         refused: other norms, with the reason.

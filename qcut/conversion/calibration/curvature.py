@@ -142,7 +142,7 @@ def _collected(
 
 
 class _Sums:
-    """Running sums of one layer of N rows; none where it saw nothing."""
+    """Running sums of one layer of N rows; none if it saw nothing."""
 
     def __init__(self, name: str, n: int) -> None:
         self.name, self.tokens, self.both = name, 0, n <= OUTPUT_LIMIT

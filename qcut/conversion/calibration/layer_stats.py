@@ -46,7 +46,7 @@ class LayerStats:
         return None
 
     def divided(self, scale: Tensor) -> LayerStats:
-        """Those of ``x / scale``, for a scale ``[K]``; exact where it is of powers of two."""
+        """Those of ``x / scale``, for a scale ``[K]``; exact if it is of powers of two."""
         scale = scale.to("cpu", torch.float32)
         return replace(self, lo=self.lo / scale, hi=self.hi / scale, sample=self.sample / scale)
 

@@ -12,9 +12,9 @@ from qcut.errors import ConfigError, PlanError
 from qcut.schemes import Scheme, parse_scheme
 
 WITHIN_LOSS = ("w8a8_static", "w8a8", "w8a8_rotated", "w8a16", "fp16")
-"""Default candidates where the loss is limited."""
+"""Default candidates if the loss is limited."""
 WITHIN_COST = ("codebook2", "codebook3", "codebook4", "codebook4+4", "w8a16")
-"""Default candidates where the cost is limited."""
+"""Default candidates if the cost is limited."""
 
 _LOSS = 0.003
 

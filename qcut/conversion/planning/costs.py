@@ -40,7 +40,7 @@ class LayerSize:
         return tokens * self.routes / self.experts if self.experts else tokens
 
     def share_read(self, tokens: int) -> float:
-        """How likely a call of so many tokens reads the weight: 1 - (1 - k/E)^M, where all experts are chosen alike."""
+        """How likely a call of so many tokens reads the weight: 1 - (1 - k/E)^M, if all experts are chosen alike."""
         return 1.0 - (1.0 - self.routes / self.experts) ** tokens if self.experts else 1.0
 
 

@@ -75,7 +75,7 @@ def select(costs: Costs, losses: Losses, limit: int, *, states: int = _STATES) -
 
     Args:
         costs: by group and option, from 0 up.
-        losses: by group and option; an infinite one is taken only where all options that fit have it.
+        losses: by group and option; an infinite one is taken only if all options that fit have it.
         limit: the largest sum of costs.
         states: choices that are kept at once.
 

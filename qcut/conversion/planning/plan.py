@@ -114,11 +114,10 @@ class Plan:
         limit: the cost that was allowed; None if the loss was limited.
         gap: no choice within the limit is predicted to lose less than ``predicted - gap``; None if the loss was
             limited.
-        curve: `Point` by rising cost, the predictions of choices that are best for their cost; empty where
+        curve: `Point` by rising cost, the predictions of choices that are best for their cost; empty if
             sensitivities have another unit than the metric.
         uniform: `Point` of one scheme for all layers, measured.
-        siblings: sets of layers that the engine computes by one product where they have one scheme, and by several
-            where not.
+        siblings: sets of layers that the engine computes by one product if they have one scheme, and by several if not.
         fitted: whether codebooks were fitted to second moments, as they should be then when the plan is carried out.
     """
 

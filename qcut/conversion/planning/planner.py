@@ -59,8 +59,8 @@ def plan(
     Within a loss, all layers start on their cheapest scheme. Moves to dearer ones are ordered by sensitivity saved per
     cost added. Bisection finds the shortest run of moves that brings the loss within the budget, measured on the model
     with all of them made: errors of layers do not add up, so sums of sensitivities decide the order and nothing else.
-    Every move is then undone on trial, the moves that save most first, and stays undone where the measured loss is
-    within the budget. Moves with a sensitivity of more than twice the rest of the budget are not tried.
+    Every move is then undone on trial, the moves that save most first, and stays undone if the measured loss is within
+    the budget. Moves with a sensitivity of more than twice the rest of the budget are not tried.
 
     Within a cost, the schemes whose sensitivities add up to the least are found exactly
     (`qcut.conversion.planning.knapsack`; see `Plan.gap`). Around them each layer is measured again under each scheme,
@@ -80,7 +80,7 @@ def plan(
             int8, and one for each codebook among the candidates.
         batches: what the model is called on (see `qcut.calibrate`), held in a list: a few windows do. Not the text
             you will evaluate on.
-        budget: the loss allowed: 0.003 is 0.3 % of perplexity. That is the default where no cost is limited.
+        budget: the loss allowed: 0.003 is 0.3 % of perplexity. That is the default if no cost is limited.
         bits: bits a weight allowed on average, as a file holds them: indices or integers, norms, and scales of rows,
             all counted. ``codebook4`` has 4.125, ``codebook4+4`` 8.25. In memory a layer takes a little more
             (`qcut.conversion.planning.costs.stored_cost`).

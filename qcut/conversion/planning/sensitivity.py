@@ -142,7 +142,7 @@ def as_sum(loss: float, metric: str) -> float:
 
 
 def kept_positions(batch: Any, y: Tensor) -> Tensor:
-    """Which positions of the output count: those of the attention mask, where there is one."""
+    """Which positions of the output count: those of the attention mask, if there is one."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     shape = y.shape[:-1] if y.ndim > 1 else y.shape
     if isinstance(mask, Tensor) and mask.shape == shape:

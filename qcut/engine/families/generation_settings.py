@@ -41,7 +41,7 @@ class GenerationSettings:
         vocabulary: number of token ids.
         repetition_penalty: of a `Sampling` that names none.
         min_length: tokens of prompt and continuation before which no stop token is chosen.
-        min_new_tokens: the same of only the continuation, where a call names no number.
+        min_new_tokens: the same of only the continuation, if a call names no number.
         suppressed: ids that are never chosen.
         suppressed_first: ids that no continuation begins with.
     """
@@ -91,7 +91,7 @@ class GenerationSettings:
         )
 
     def sampling(self, given: Sampling | None) -> Sampling:
-        """How tokens are chosen, by a call and, where it leaves that open, by the model."""
+        """How tokens are chosen, by a call and, if it leaves that open, by the model."""
         given = given or Sampling()
         if given.repetition_penalty is not None:
             return given

@@ -76,7 +76,7 @@ class OnlineLoading:
         parallel: where the model is cut across processes.
 
     Attributes:
-        report: what `finish` has done, where the configuration needs it.
+        report: what `finish` has done, if the configuration needs it.
 
     Raises:
         QcutError: see `qcut.quantize`.
@@ -314,7 +314,7 @@ class OnlineLoading:
 
     def _quantize(self, name: str, one: _Shared, weight: Tensor) -> None:
         module = next(iter((*(task.module for task in one.layers.values()), *one.tables.values())))
-        # Buffers hold it where the model is cut across processes.
+        # Buffers hold it if the model is cut across processes.
         wanted = module._parameters.get("weight", module._buffers.get("weight"))
         assert wanted is not None
         if weight.shape != wanted.shape:
@@ -338,7 +338,7 @@ class OnlineLoading:
             part = self._parallel.part(layer_name, self._layers[layer_name])
             self._layers[layer_name] = one.made = part  # the last reference to the whole layer goes here
         if not one.layers:
-            assert self._config.embeddings is not None, "there are tables to quantize only where it is given"
+            assert self._config.embeddings is not None, "there are tables to quantize only if it is given"
             served, _ = rotatable(self._config.embeddings, weight.shape[1])
             made = Task(module, served).quantized(_stand_in(weight), next(iter(one.tables)))
             _tie(made, one.made, name, again=before is not None)

@@ -174,7 +174,7 @@ class TensorParallel:
         return self._along(name) is not None
 
     def cut(self, name: str, key: str, tensor: Tensor) -> Tensor:
-        """This process's part of a stored tensor of a layer, in memory of its own, or the tensor where it is whole.
+        """This process's part of a stored tensor of a layer, in memory of its own, or the tensor if it is whole.
 
         Args:
             name: of the layer.
@@ -191,7 +191,7 @@ class TensorParallel:
         return tensor.narrow(along, self._rank * length, length).clone()
 
     def part(self, name: str, layer: Linear) -> Linear:
-        """This process's part of a whole layer, or the layer where the plan leaves it whole; the bias is left out."""
+        """This process's part of a whole layer, or the layer if the plan leaves it whole; the bias is left out."""
         if not self.is_cut(name):
             return layer
         stored = {key: entry for key, entry in layer.stored().items() if key != "bias"}
@@ -219,7 +219,7 @@ class TensorParallel:
 
         Args:
             name: of the layer.
-            part: of the layer, or the layer itself where it is whole.
+            part: of the layer, or the layer itself if it is whole.
             bias: float32 ``[N]`` of the whole layer.
         """
         if self._along(name) != _INPUTS or self._rank == 0:

@@ -27,7 +27,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
     transformers makes one for each model, and keeps it as ``model.hf_quantizer``.
 
     Attributes:
-        report: what was quantized while loading, where `QcutConfig` requests it; else None.
+        report: what was quantized while loading, if `QcutConfig` requests it; else None.
     """
 
     requires_calibration = False

@@ -8,7 +8,7 @@ from qcut.errors import UnsupportedError
 
 
 def register(auto: Any) -> None:
-    """Enter configuration and quantizer, in place of earlier ones where there are any.
+    """Enter configuration and quantizer, in place of earlier ones if there are any.
 
     Args:
         auto: the module ``transformers.quantizers.auto``.

@@ -437,7 +437,7 @@ class ForeignLoading:
 
 
 def _inside(model: nn.Module, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """The tensors that are this model's: all, or those of its base where it is the base of what was saved."""
+    """The tensors that are this model's: all, or those of its base if it is the base of what was saved."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     if prefix == "." or hasattr(model, prefix[:-1]) or not any(name.startswith(prefix) for name in tensors):
         return tensors

@@ -75,7 +75,7 @@ class ServingConfig(QuantizationConfig):  # type: ignore[misc]
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Take checkpoints of compressed-tensors where the user requests qcut."""
+        """Take checkpoints of compressed-tensors if the user requests qcut."""
         asked = user_quant == cls.method == "qcut"
         return "qcut" if asked and hf_quant_cfg.get("quant_method") == "compressed-tensors" else None
 

@@ -66,7 +66,7 @@ class Layers:
         self._skip = DEFAULT_SKIP if skip is None and self._named is None else tuple(skip or ())
 
     def method(self, layer: Any, name: str, parts: Sequence[str]) -> QcutMethod | None:
-        """How one of vLLM's linear layers is quantized, or None where it stays in float.
+        """How one of vLLM's linear layers is quantized, or None if it stays in float.
 
         Args:
             layer: with its sizes.
@@ -100,7 +100,7 @@ class Layers:
         return None if fit.scheme is None else OnlineMethod(fit.scheme, name)
 
     def experts(self, layer: Any, name: str) -> QcutMoEMethod | None:
-        """How the experts of one of vLLM's mixtures are quantized, or None where they stay in float.
+        """How the experts of one of vLLM's mixtures are quantized, or None if they stay in float.
 
         Args:
             layer: with its configuration.

@@ -16,7 +16,7 @@ SHORTHANDS = (
 
 
 def register() -> None:
-    """Enter the methods, in place of earlier ones where there are any: calling it twice does no harm.
+    """Enter the methods, in place of earlier ones if there are any: calling it twice does no harm.
 
     vLLM finds this function as the entry point ``qcut`` of the group ``vllm.general_plugins``. Releases other than
     `RELEASES` start as they do without qcut; there, a model with one of the methods raises `UnsupportedError`.

@@ -124,7 +124,7 @@ class Experts(ExpertsModule):
             DeviceError: indices or weights on another device than the tokens.
             RangeError: an index below 0, or beyond all experts with a weight, or a weight that is NaN or infinite; on a
                 GPU with kernels that read the routes, such routes add nothing, or what the weight makes of them.
-            UnsupportedError: a CUDA graph or a program is captured, where the host must read the routes: on the CPU,
+            UnsupportedError: a CUDA graph or a program is captured, and the host must read the routes: on the CPU,
                 and with layers or gatings that no kernel of experts computes.
 
         Exactness: products are those of the experts' layers; their results are multiplied by the weights and added in
@@ -137,7 +137,7 @@ class Experts(ExpertsModule):
     def unsummed(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, prepared: Prepared | None = None
     ) -> Tensor | RoutedResults:
-        """As `forward`, without the sum where a kernel of its own would add the results of routes."""
+        """As `forward`, without the sum if a kernel of its own would add the results of routes."""
         x, index, weights = hidden_states, top_k_index, top_k_weights
         self._check(x, index, weights)
         if x.is_meta:
@@ -163,7 +163,7 @@ class Experts(ExpertsModule):
     def _by_kernels(
         self, x: Tensor, index: Tensor, weights: Tensor, prepared: Prepared | None
     ) -> Tensor | RoutedResults | None:
-        """The result, of routes that are read on the device; None where no kernels compute it."""
+        """The result, of routes that are read on the device; None if no kernels compute it."""
         stacks = self.stacks
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             return None
@@ -189,7 +189,7 @@ class Experts(ExpertsModule):
         weights: Tensor,
         size: int,
     ) -> Tensor | RoutedResults | None:
-        """The experts' results, added where tiles have one route; None where no kernels compute the layers."""
+        """The experts' results, added if tiles have one route; None if no kernels compute the layers."""
         (up, down), gate = stacks, self.gating.gated_silu
         tiles = RouteTiles(experts.flatten(), None, experts.numel())
         if size > 1:

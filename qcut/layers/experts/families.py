@@ -27,11 +27,11 @@ _INTERFACE = "transformers.integrations.moe"
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of one mixture's experts, as layers read them; views of the module's parameters where they can be.
+    """The weights of one mixture's experts, as layers read them; views of the module's parameters if they can be.
 
     Attributes:
         up: ``[E, 2 I, H]`` with the gate above, or ``[E, I, H]`` without one.
-        down: ``[E, H, I]``; None where ``up`` is the only projection.
+        down: ``[E, H, I]``; None if ``up`` is the only projection.
         gating: what is between the products.
         up_bias: ``[E, 2 I]`` or ``[E, I]``; or None.
         down_bias: ``[E, H]`` or None.

@@ -13,7 +13,7 @@ from qcut.layers.experts.experts import Experts, columns_of, layer_of, refuse_ca
 
 
 class DenseExperts(Experts):
-    """Llama 4's: every expert gets all tokens, each multiplied by its weight, which is 0 where it was not chosen.
+    """Llama 4's: every expert gets all tokens, each multiplied by its weight, which is 0 if the expert was not chosen.
 
     An expert computes the tokens that are not zero; without a bias, the result of the others is 0.
     """

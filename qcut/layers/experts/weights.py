@@ -1,4 +1,4 @@
-"""Opens a module of experts as linear layers, where its result on random tokens is theirs."""
+"""Opens a module of experts as linear layers, if its result on random tokens is theirs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _difference(module: nn.Module, made: Experts) -> str | None:
 def _probe(made: Experts, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Random tokens, a few experts and weights, as the float weight's dtype and device.
 
-    Results of ``up`` are from a half to 16 in size, for gates differ where they are far from zero.
+    Results of ``up`` are from a half to 16 in size, for gates differ when they are far from zero.
     """
     generator = torch.Generator().manual_seed(0)
     count, first = min(_PROBE_EXPERTS, made.num_experts), layer_of(made.up, 0)

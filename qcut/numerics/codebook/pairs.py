@@ -203,7 +203,7 @@ def toward(start: Tensor, points: Tensor, values: Tensor, share: float) -> Tenso
         share: of the way from the pair to its cell's border.
 
     Returns:
-        ``[..., 2]``: between pair and point, and the point itself where that lies within.
+        ``[..., 2]``: between pair and point, and the point itself if that lies within.
     """
     chosen, flat = start.flatten().int(), points.reshape(-1, 2)
     out = torch.empty_like(flat)

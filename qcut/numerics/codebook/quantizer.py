@@ -186,7 +186,7 @@ def quantize_plain(
         levels: see `qcut.schemes.Codebook`.
         norm_dtype: float16 or float32; or, with ``e2m1``, float8_e4m3fn of NVFP4.
         layer: name for error messages.
-        row_absmax: float32 ``[N]``, the maximum over the columns of whole rows, where the weight has only some of
+        row_absmax: float32 ``[N]``, the maximum over the columns of whole rows, if the weight has only some of
             them; NVFP4's global scale is then that of the whole rows. Other formats do not read it.
 
     Returns:

@@ -55,7 +55,7 @@ class Cache(NamedTuple):
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """Scales of keys and of values where they are int8 or of 4 bits."""
+        """Scales of keys and of values if they are int8 or of 4 bits."""
         if self.key_scales is None or self.value_scales is None:
             return ()
         return self.key_scales, self.value_scales

@@ -87,7 +87,7 @@ class AppendKvOp(NamedTuple):
         interleaved: pairs are neighbouring columns, as GPT-J has them, not halves, as Llama has them.
         guide: int32 ``[kv_heads, head + 2, 4]``, contiguous, by which 4-bit keys are rounded
             (`qcut.numerics.int4.guide_of`); None: each code is the nearest.
-        ring: places of a sequence, where the cache is a ring: what belongs to place p lies in row ``p % context``.
+        ring: places of a sequence, if the cache is a ring: what belongs to place p lies in row ``p % context``.
             ``slots`` are below ``ring``, or ``ring`` for a token that is not stored; ``length`` is at most ``context``.
             0: the cache is none, and has a row for each place.
 
@@ -325,7 +325,7 @@ class AppendAttentionOp(NamedTuple):
 
     Exactness: bitwise the operators one after the other, on the same device: `AppendKvOp` of all tokens, then for each
     j `DecodeAttentionOp` of the j-th tokens of all sequences, then `RotateTokensOp`. With several rows, kernels on CUDA
-    differ from that where a window leaves out places of a sequence, as then sums over its keys are added in another
+    differ from that if a window leaves out places of a sequence, as then sums over its keys are added in another
     order; and an infinite or NaN value of a new token may reach its sequence's other new tokens, also those before it.
     """
 

@@ -1,7 +1,7 @@
 """Floats of 8 and 4 bits of compressed-tensors.
 
 - ``float-quantized``: ``weight`` e4m3 ``[N, K]``, ``weight_scale`` ``[N, 1]``, or ``[1]`` for one scale of a layer, or
-  ``[N / rows, K / columns]`` for one of a block; ``input_scale`` ``[1]``, where tokens are quantized with one scale.
+  ``[N / rows, K / columns]`` for one of a block; ``input_scale`` ``[1]``, if tokens are quantized with one scale.
 - ``mxfp4-pack-quantized``: ``weight_packed`` uint8 ``[N, K / 2]``, two e2m1 along K, the first in the low half;
   ``weight_scale`` uint8 ``[N, K / 32]``, the exponent of a power of two for each 32 columns, plus 127.
 - ``nvfp4-pack-quantized``: ``weight_packed`` as above; ``weight_scale`` e4m3 ``[N, K / 16]``, divided by

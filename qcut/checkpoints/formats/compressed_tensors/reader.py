@@ -214,7 +214,7 @@ class CompressedTensors:
             name: of the layer.
 
         Returns:
-            None where the configuration leaves the layer in float.
+            None if the configuration leaves the layer in float.
 
         Raises:
             UnsupportedError: the layer is stored in another way.

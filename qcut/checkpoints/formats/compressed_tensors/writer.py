@@ -173,7 +173,7 @@ def _looks_linear(module: nn.Module) -> bool:
 
 
 def _short(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bias in the float weight's dtype, where that holds it."""
+    """A bias in the float weight's dtype, if that dtype holds it."""
     short = bias.to(dtype)
     return short if torch.equal(short.to(bias.dtype), bias) else bias
 

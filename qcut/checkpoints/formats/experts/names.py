@@ -95,7 +95,7 @@ class ExpertNames:
 
 
 def full_name(name: str, known: Mapping[str, object], model: nn.Module) -> str | None:
-    """A name in a model, with the prefix of its base where it is stored without; None if there is no such name."""
+    """A name in a model, with the prefix of its base if it is stored without; None if there is no such name."""
     base = getattr(model, "base_model_prefix", "")
     return next((one for one in (name, f"{base}.{name}") if one in known), None)
 

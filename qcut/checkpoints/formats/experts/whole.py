@@ -20,7 +20,7 @@ class WholeStack(NamedTuple):
 
     Attributes:
         parameter: of the model.
-        layers: what is stored of each expert, from above: its gate and its up, where their rows take turns, else one.
+        layers: what is stored of each expert, from above: its gate and its up, if their rows alternate, else one.
         tensors: their names.
     """
 

@@ -81,7 +81,7 @@ _USUAL: dict[str, Callable[[Any], int]] = {
     "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
     "n_inner": lambda config: 4 * config.n_embd,
 }
-"""What families compute by where a configuration has None."""
+"""What families compute by if a configuration has None."""
 
 
 def architecture_of(file: GgufModel) -> Architecture:
@@ -259,7 +259,7 @@ class Metadata:
         return head
 
     def _rotation(self, head: int) -> dict[str, Any] | None:
-        """``rope_parameters``; None where only a ``config.json`` can state them."""
+        """``rope_parameters``; None if only a ``config.json`` can state them."""
         rotated = self._int("rope.dimension_count", head)
         base: float = self._number("rope.freq_base", Number("", float), 10000.0)
         scaling = self._scaling(base, rotated)
@@ -285,10 +285,10 @@ class Metadata:
         return factors[0] if factors else f"{self._prefix}{_SCALING}type {_short(kind)}"
 
     def _scaling(self, base: float, rotated: int) -> dict[str, Any] | None:
-        """How rotations are scaled; None where only a ``config.json`` can state that.
+        """How rotations are scaled; None if only a ``config.json`` can state that.
 
         A factor without a type is linear, as llama.cpp reads it, and one of type none is not used. The factor's older
-        name counts where the newer one is missing.
+        name counts if the newer one is missing.
         """
         kind = self._data.get(f"{self._prefix}{_SCALING}type", "linear")
         factor, factors = self._factor(), [name for name in FACTORS if name in self._file.tensors]
@@ -325,7 +325,7 @@ class Metadata:
         return 0.0
 
     def _llama3(self, base: float, rotated: int) -> dict[str, Any] | None:
-        """The scaling of Llama 3.1 and later, where it gives the factors that the file has."""
+        """The scaling of Llama 3.1 and later, if it gives the factors that the file has."""
         found = self._factors(FREQUENCIES, rotated // 2)
         factor = float(found.max())
         same = torch.allclose(found, _llama3_factors(base, rotated, factor), rtol=1e-4, atol=0)

@@ -121,7 +121,7 @@ def load_llama2c(
         device: device of the weights.
 
     Returns:
-        A model of seq_len positions, its classifier tied to the embedding where the file's is. BOS is 1, EOS 2.
+        A model of seq_len positions, its classifier tied to the embedding if the file's is. BOS is 1, EOS 2.
 
     Raises:
         DtypeError: another dtype.

@@ -60,7 +60,7 @@ class Gpu:
 
 
 def current_gpu() -> Gpu | None:
-    """The current CUDA device, or None where there is no GPU."""
+    """The current CUDA device, or None if there is no GPU."""
     if not torch.cuda.is_available():
         return None
     from qcut.backends.cuda.gemm import gemm_s8, has_cutlass
@@ -168,7 +168,7 @@ def product(request: Request, a: Tensor, b: Tensor, kernel: Callable[[GemmS8Op],
 
 
 def select(request: Request, problem: GemmProblem, rows: int, target: Target, cutlass: bool) -> Choice:
-    """The kernel that a request names, or the one dispatch chooses where the request names none.
+    """The kernel that a request names, or the one dispatch chooses if the request names none.
 
     Args:
         request: names the family and the tile, or leaves them open.
@@ -255,7 +255,7 @@ def wrong_elements(got: Tensor, a: Tensor, b: Tensor, request: Request) -> int:
 def _cublaslt(
     request: Request, a: Tensor, copies: list[Tensor], gpu: Gpu, note: Callable[[str], object]
 ) -> tuple[Variant, str, str] | None:
-    """The fastest cuBLASLt algorithm, its description and its layouts; None, after a note, where cuBLASLt has none."""
+    """The fastest cuBLASLt algorithm, its description and its layouts; None, after a note, if cuBLASLt has none."""
     failure = ""
     for layouts in dict.fromkeys((request.layouts, "tnt")):
         try:

@@ -85,9 +85,9 @@ class Report:
         device: the GPU's name, or ``cpu``.
         kernel: procedural name.
         choice: family, tile and reason; None on the CPU.
-        wrong: elements that differ from the exact result; None where nothing was checked.
-        timing: time per call; None where nothing was timed.
-        baseline: cuBLASLt's figures; None where cuBLASLt was not timed.
+        wrong: elements that differ from the exact result; None if nothing was checked.
+        timing: time per call; None if nothing was timed.
+        baseline: cuBLASLt's figures; None if cuBLASLt was not timed.
         notes: remarks for the reader, such as why nothing was timed.
     """
 
@@ -114,7 +114,7 @@ class Report:
 
     @property
     def x_cublaslt(self) -> float | None:
-        """cuBLASLt's time divided by the kernel's: the kernel is faster where this is above 1."""
+        """cuBLASLt's time divided by the kernel's: the kernel is faster if this is above 1."""
         return self.baseline.timing.median_us / self.timing.median_us if self.timing and self.baseline else None
 
     def to_json(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def fill_experts(module: nn.Module, experts: Experts, dtype: torch.dtype, name: 
             if parameter is not None:
                 zeros = torch.zeros(parameter.shape, dtype=dtype, device=device)
                 part._parameters[key] = nn.Parameter(zeros, requires_grad=False)
-    plain = open_experts(module, name)  # in the memory of the module, where it can be
+    plain = open_experts(module, name)  # in the memory of the module, if it can be
     if isinstance(plain, str):
         raise UnsupportedError(f"{name}: {plain}")
     held = {p.untyped_storage().data_ptr() for p in module.parameters()}

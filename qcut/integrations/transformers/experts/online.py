@@ -41,9 +41,9 @@ class Mixture:
         awaited: names of its parameters that have not arrived.
         meta: its parameters before they arrive, by name.
         open: its float experts as linear layers, without the weights that are quantized; None until it is whole.
-        made: the quantized experts; None until it is whole, and where its experts stay in float.
-        left: why its experts stay in float; empty where they do not.
-        reports: of its experts' layers, by name, where they are needed.
+        made: the quantized experts; None until it is whole, and if its experts stay in float.
+        left: why its experts stay in float; empty if they do not.
+        reports: of its experts' layers, by name, if they are needed.
     """
 
     name: str

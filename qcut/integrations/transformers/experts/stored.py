@@ -87,7 +87,7 @@ class StoredExperts:
         return found
 
     def file(self, name: str) -> Path:
-        """The file of a tensor, by the name that the model has; that of the description where it is in none."""
+        """The file of a tensor, by the name that the model has; that of the description if it is in none."""
         place = self._stored_as.get(name.removeprefix(self._base))
         return self._where if place is None else place[0].path
 

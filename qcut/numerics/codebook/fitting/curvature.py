@@ -16,7 +16,7 @@ class Curvature:
         inputs: H, float32 ``[K, K]``: the mean of ``x^T x`` over the layer's inputs, each weighted by the squared
             length of the loss's derivative by its output.
         outputs: G, float32 ``[N, N]``: the mean of ``g^T g`` over the loss's derivatives by the layer's outputs; None
-            where N is too large, and every row is fitted by itself.
+            if N is too large, and every row is fitted by itself.
     """
 
     inputs: Tensor

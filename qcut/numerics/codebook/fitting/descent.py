@@ -76,7 +76,7 @@ def scales(
         parts: the groups.
 
     Returns:
-        ``[N, G]``; the given scales where the result has a larger error or a negative scale: of the row without g, of
+        ``[N, G]``; the given scales if the result has a larger error or a negative scale: of the row without g, of
         the whole weight with it.
     """
     c = pairs.look_up(values, chosen)

@@ -26,7 +26,7 @@ BLOCK = 128
 
 
 def unit_factor(h: Tensor) -> Tensor | None:
-    """U of ``h = U D U^T``, upper triangular with a diagonal of ones; None where h is not positive definite."""
+    """U of ``h = U D U^T``, upper triangular with a diagonal of ones; None if h is not positive definite."""
     # Reversing rows and columns before and after the factorization gives an upper factor instead of a lower one.
     lower, failed = torch.linalg.cholesky_ex(h.flip(0, 1))
     if int(failed):

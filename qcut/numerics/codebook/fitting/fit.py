@@ -1,6 +1,6 @@
 """Fits codebook weights to what their layer reads and to what the loss feels, which loses less than rounding.
 
-Rounding minimizes ``||W - W'||``, which is best where all input channels are alike and independent. With H, the second
+Rounding minimizes ``||W - W'||``, which is best if all input channels are alike and independent. With H, the second
 moment of a layer's inputs, the expected squared error of an output is ``e H e^T``, where e is a row of ``E = W - W'``.
 With G too, the second moment of the loss's derivatives by the outputs, the expected loss grows by ``tr(G E H E^T) / 2``
 (with H weighted as `qcut.collect_curvature` weights it). H is rotated as the weights are; both are damped.
