@@ -170,7 +170,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, settings: Sequence[Sampling], device: torch.device, bans: Sequence[Sequence[Ban]] = ()) -> Rows:
-        """The settings of rows, one each, on a device, without waiting for it; and each row's bans, if there are any."""
+        """The settings of rows, one each, on a device, without waiting, and each row's bans, if there are any."""
         entries = [
             (row, token, _ALWAYS, value)
             for row, each in enumerate(settings)
