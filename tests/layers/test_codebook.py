@@ -131,7 +131,7 @@ def test_equal_steps_are_integers_times_a_scale():
             half = 1 << (bits - 1)
             for g, (first, d) in enumerate([(0, 32), (32, 32), (64, 6)]):
                 w = weight[:, first : first + d].numpy()
-                scale = (np.abs(w).max(1) / np.float32(half - 1)).astype(np.float32)
+                scale = (np.abs(w).max(1) / np.float32(half - 0.5)).astype(np.float32)
                 scale = torch.from_numpy(scale).to(norm_dtype).float().numpy()
                 steps = np.clip(np.rint(w / np.where(scale > 0, scale, 1)[:, None]), -half, half - 1)
                 assert np.array_equal(q.norms[:, g].float().numpy(), scale)

@@ -86,7 +86,9 @@ QUADRANT: tuple[tuple[float, float], ...] = (
 )
 """The points with positive coordinates, as `qcut.numerics.codebook.fitting.lloyd_pairs` makes them."""
 
-_CHUNK = 1 << 16  # pairs that are compared with all points at a time
+_CHUNK = 1 << 16  # pairs that are compared with points at a time
+_FEW = 1 << 12  # pairs that are compared with all points in less time than `Squares` takes to make
+_SQUARES = 64  # on a side
 
 
 def codebook(device: torch.device | str | None = None) -> Tensor:
@@ -156,17 +158,63 @@ def nearest(points: Tensor, values: Tensor) -> Tensor:
         uint8 ``[...]``. Of pairs that are equally near, the one with the lowest index.
     """
     flat = points.reshape(-1, 2)
-    x, y = values[:POINTS].t()
-    half = (x.square() + y.square()) / 2
+    quadrant = values[:POINTS]
+    squares = Squares(quadrant) if len(flat) >= _FEW and flat.device.type == "cpu" else None
     out = torch.empty(len(flat), dtype=torch.uint8, device=flat.device)
     for first in range(0, len(flat), _CHUNK):
         part = flat[first : first + _CHUNK]
         size = part.abs()
-        # The nearest has the largest <point, pair> - |pair|^2 / 2. No matrix product: its precision may be set low.
-        score = torch.addcmul(torch.addcmul(-half, size[:, :1], x), size[:, 1:], y)
+        number = _nearest(size, quadrant) if squares is None else squares.nearest(size)
         negative = (part < 0).to(torch.uint8)
-        out[first : first + _CHUNK] = score.argmax(1).to(torch.uint8) | negative[:, 0] << 6 | negative[:, 1] << 7
+        out[first : first + _CHUNK] = number.to(torch.uint8) | negative[:, 0] << 6 | negative[:, 1] << 7
     return out.view(points.shape[:-1])
+
+
+def _nearest(size: Tensor, quadrant: Tensor) -> Tensor:
+    """int64 ``[P]``: the numbers of the points nearest to coordinates ``[P, 2]``, 0 and more."""
+    return _scores(size, torch.stack((*quadrant.t(), -quadrant.square().sum(1) / 2))).argmax(1)
+
+
+def _scores(size: Tensor, terms: Tensor) -> Tensor:
+    """``[P, C]``, the largest of which is that of the nearest point: ``<size, point> - |point|^2 / 2``.
+
+    Args:
+        size: ``[P, 2]``.
+        terms: ``[3, C]`` or ``[3, P, C]``: coordinates of points, and the last term.
+    """
+    # No matrix product: its precision may be set low.
+    return torch.addcmul(torch.addcmul(terms[2], size[:, :1], terms[0]), size[:, 1:], terms[1])
+
+
+class Squares:
+    """Squares of the plane, with the points that may be the nearest one somewhere in each: a few of all.
+
+    Args:
+        quadrant: points with positive coordinates, ``[64, 2]``.
+    """
+
+    def __init__(self, quadrant: Tensor) -> None:
+        self._quadrant = quadrant
+        self._reach = 1.25 * float(quadrant.max())
+        width = self._reach / _SQUARES
+        middles = (torch.arange(_SQUARES, device=quadrant.device, dtype=torch.float64) + 0.5) * width
+        far = torch.cdist(torch.cartesian_prod(middles, middles), quadrant.double())
+        # From the middle, a point that is nearest to another place of the square is at most a diagonal farther than
+        # the one that is nearest to the middle.
+        may = far <= far.amin(1, keepdim=True) + 1.0001 * 2**0.5 * width
+        self._points = may.int().argsort(dim=1, descending=True, stable=True)[:, : int(may.sum(1).max())]
+        terms = torch.stack((*quadrant.t(), -quadrant.square().sum(1) / 2))
+        self._terms = terms[:, self._points].transpose(0, 1).flatten(1).contiguous()
+
+    def nearest(self, size: Tensor) -> Tensor:
+        """As `_nearest`, bitwise."""
+        places = (size * (_SQUARES / self._reach)).to(torch.int32).clamp_(0, _SQUARES - 1)
+        square = places[:, 0] * _SQUARES + places[:, 1]
+        terms = self._terms.index_select(0, square).unflatten(1, (3, -1)).transpose(0, 1)
+        best = _scores(size, terms).argmax(1, keepdim=True)
+        found = self._points.index_select(0, square).gather(1, best)[:, 0]
+        beyond = (~(size < self._reach).all(1)).nonzero().flatten()
+        return found.index_copy_(0, beyond, _nearest(size[beyond], self._quadrant))
 
 
 def best(wanted: Tensor, scale: Tensor, metric: Tensor, values: Tensor) -> Tensor:

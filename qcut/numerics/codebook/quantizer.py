@@ -32,6 +32,7 @@ from qcut.numerics.float8 import E4M3
 NORM_DTYPES = (torch.float16, torch.float32)
 MULTIPLES = (0.82, 0.9, 0.98, 1.06, 1.14)
 """Of a group's root mean square: what its codebook values may be multiplied by when they are chosen."""
+_CACHED = 1 << 20  # elements
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,10 @@ def quantize(
     values = codebook(bits, in_pairs, k, group_size, weight.device, layer)
     indices = torch.empty((n, k), dtype=torch.uint8, device=weight.device)
     norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=weight.device)
-    for rows in row_chunks(n, k):
+    whole = k // parts[0][1]
+    alike = [slice(whole)] if whole == len(parts) else [slice(whole), slice(whole, None)]  # the last may be shorter
+    # What fits a processor's cache is rounded several times in less time than it is read once from memory.
+    for rows in row_chunks(n, k, _CACHED if weight.device.type == "cpu" else None):
         left = rows_left(weight, before, rows, layer)
         exact = torch.stack([torch.linalg.vector_norm(left[:, first : first + d], dim=1) for first, d in parts], 1)
         # A row of zeros stays zero, because its norm is 0.
@@ -120,25 +124,28 @@ def quantize(
         rotated *= per_column(
             torch.tensor([d**0.5 for _, d in parts], device=weight.device, dtype=torch.float32), parts
         )
-        nearest, multiples = _rounded(rotated, values, parts)
-        indices[rows] = nearest
-        norms[rows] = stored_norms(exact * multiples, norm_dtype, layer)
+        for groups in alike:
+            columns = slice(parts[groups][0][0], sum(parts[groups][-1]))
+            nearest, multiples = _rounded(rotated[:, columns].unflatten(1, (-1, parts[groups][0][1])), values)
+            indices[rows, columns] = nearest.flatten(1)
+            exact[:, groups] *= multiples
+        norms[rows] = stored_norms(exact, norm_dtype, layer)
     return RotatedCodebook(indices, norms, values, group_size, kind, seed)
 
 
-def _rounded(numbers: Tensor, values: Tensor, parts: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """uint8 ``[R, K]`` and float32 ``[R, G]``: the indices of groups of numbers, and what their values are times."""
+def _rounded(numbers: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 ``[R, G, d]`` and float32 ``[R, G]``: the indices of groups of numbers, and what their values are times."""
 
     def nearest(multiples: Tensor) -> Tensor:
-        return nearest_indices(numbers / per_column(multiples, parts), values)
+        return nearest_indices(numbers / multiples[..., None], values)
 
     def squared_error(multiples: Tensor) -> Tensor:
         chosen = pairs.look_up(values, nearest(multiples))
-        return _sums(torch.addcmul(numbers, chosen, per_column(multiples, parts), value=-1.0).square_(), parts)
+        return torch.addcmul(numbers, chosen, multiples[..., None], value=-1.0).square_().sum(2)
 
-    indices = nearest(best_multiple(numbers.new_ones(len(numbers), len(parts)), squared_error))
+    indices = nearest(best_multiple(numbers.new_ones(numbers.shape[:2]), squared_error))
     chosen = pairs.look_up(values, indices)
-    return indices, _sums(numbers * chosen, parts) / _sums(chosen.square_(), parts)
+    return indices, (numbers * chosen).sum(2) / chosen.square_().sum(2)
 
 
 def best_multiple(scales: Tensor, squared_error: Callable[[Tensor], Tensor]) -> Tensor:
@@ -150,14 +157,6 @@ def best_multiple(scales: Tensor, squared_error: Callable[[Tensor], Tensor]) -> 
         best = torch.where(error < least, tried, best)
         least = torch.minimum(error, least)
     return best
-
-
-def _sums(x: Tensor, parts: list[tuple[int, int]]) -> Tensor:
-    """float32 ``[R, G]``: sums over the columns of each group; the last group may have fewer."""
-    whole = x.shape[1] // parts[0][1]
-    end = whole * parts[0][1]
-    sums = x[:, :end].unflatten(1, (whole, -1)).sum(2)
-    return sums if end == x.shape[1] else torch.cat((sums, x[:, end:].sum(1, keepdim=True)), 1)
 
 
 def quantize_plain(

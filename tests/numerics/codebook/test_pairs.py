@@ -48,6 +48,15 @@ def test_the_nearest_of_all_pairs():
     assert torch.equal(pairs.nearest(BOOK, BOOK), torch.arange(256, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("spread", [0.05, 1.5, 40.0])
+def test_squares_leave_out_no_point(spread: float):
+    points = torch.cat((spread * normal(9000, 2), BOOK, (BOOK[:-1] + BOOK[1:]) / 2))
+    book = BOOK if spread > 1 else pairs.with_signs(normal(64, 2, seed=7).abs() ** 3 + 1e-3)
+    found = pairs.nearest(points, book)
+    pieces = [pairs.nearest(part, book) for part in points.split(1000)]  # few are compared with all
+    assert torch.equal(found, torch.cat(pieces))
+
+
 def test_the_best_under_a_metric():
     wanted, scale = normal(500, 2), 0.2 + normal(500, 1, seed=2)[:, 0].abs()
     root = normal(500, 2, 2, seed=3)
