@@ -6,6 +6,7 @@ Source: llama.cpp, ``conversion`` (what its writers do to tensors), ``src/models
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -23,11 +24,13 @@ class Number(NamedTuple):
         kind: int, float or bool.
         default: makes the number that a file without the entry has of the configuration so far; None: the entry is
             needed.
+        or_zero: whether it may be 0.
     """
 
     key: str
     kind: type[int] | type[float] | type[bool] = int
     default: Callable[[Config], Any] | None = None
+    or_zero: bool = False
 
 
 class Change(NamedTuple):
@@ -61,9 +64,11 @@ class Architecture:
         numbers: by entry of the metadata.
         fixed: of the configuration, what llama.cpp has in its code.
         neutral: by entry, values that change nothing; those of `qcut.checkpoints.formats.gguf.metadata` hold too.
+        sizes: entries that are held to nothing, since the shapes of tensors say what they say.
         changes: by stem.
         count: key of the configuration with the number of experts; empty: there are none.
-        experts: stems of tensors of all experts.
+        experts: stems of tensors of all experts. Where their place has no ``{}``, gates and ups are one parameter.
+        in_turn: whether rows of gate and up take turns in it, and columns come before rows; else gates are above ups.
         bare: stems of tensors that are a parameter of their own, not a module's weight.
         model_types: of a ``config.json`` next to a file; empty: only ``model_type``.
         rotation: how positions are rotated: ``whole`` heads, ``part`` of them, by type of layer (``local``), or not.
@@ -81,10 +86,12 @@ class Architecture:
     numbers: Mapping[str, Number]
     fixed: Config = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    sizes: tuple[str, ...] = ()
     changes: Mapping[str, Change] = field(default_factory=dict)
     count: str = ""
     bare: tuple[str, ...] = ()
     experts: tuple[str, ...] = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+    in_turn: bool = False
     model_types: tuple[str, ...] = ()
     rotation: Literal["whole", "part", "local", "none"] = "whole"
     yarn: Config = field(default_factory=dict)
@@ -102,12 +109,17 @@ def _by_head(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
 
 
+def _shared(name: str) -> dict[str, str]:
+    """Places of the experts that all tokens take."""
+    return {f"ffn_{part}_shexp": f"mlp.{name}.{part}_proj" for part in ("gate", "up", "down")}
+
+
 _QUERIES, _KEYS = Change(_halves, "num_attention_heads", 2), Change(_halves, "num_key_value_heads", 2)
 _HEADS = Change(_by_head, "num_attention_heads", 3)
 _GAIN = Change(lambda weight, _: weight.float() - 1, linear=False)
 """llama.cpp multiplies by what it stores, transformers by one more."""
 _CONV1D = Change(lambda weight, _: weight.t(), shape=lambda shape: shape[::-1], linear=False)
-_ROW = Change(lambda weight, _: weight[None], shape=lambda shape: (1, *shape))
+_ROW = Change(lambda weight, _: weight.view(1, -1), shape=lambda shape: (1, math.prod(shape)))
 
 _EVERY = {
     "block_count": Number("num_hidden_layers"),
@@ -151,7 +163,7 @@ _LLAMA = Architecture(
     {**_NUMBERS, **_RMS},
     _SILU,
     {"tensor_data_layout": ("Meta AI original pth",)},
-    {"attn_q": _QUERIES, "attn_k": _KEYS},
+    changes={"attn_q": _QUERIES, "attn_k": _KEYS},
     model_types=("llama", "mistral"),
 )
 _MIXTRAL = replace(
@@ -188,9 +200,7 @@ _QWEN2_MOE = replace(
         **_ATTENTION,
         **_EXPERTS,
         "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        **_shared("shared_expert"),
     },
     numbers={
         **_QWEN2.numbers,
@@ -248,8 +258,81 @@ _GPT_OSS = replace(
         "expert_weights_scale": (0, 1),
     },
     count="num_local_experts",
+    in_turn=True,
     bare=("attn_sinks",),
     yarn={"truncate": False},
+)
+_GRANITE_MOE = replace(
+    _LLAMA,
+    model_type="granitemoe",
+    class_name="GraniteMoeForCausalLM",
+    layer={
+        **_ATTENTION,
+        "ffn_gate_inp": "block_sparse_moe.router",
+        "ffn_gate_exps": "block_sparse_moe.experts.gate_up_proj",
+        "ffn_up_exps": "block_sparse_moe.experts.gate_up_proj",
+        "ffn_down_exps": "block_sparse_moe.experts.down_proj",
+    },
+    numbers={
+        **_MIXTRAL.numbers,
+        "attention.scale": Number(
+            "attention_multiplier", float, lambda config: (config["hidden_size"] / config["num_attention_heads"]) ** -0.5
+        ),
+        "embedding_scale": Number("embedding_multiplier", float, lambda _: 1.0),
+        "residual_scale": Number("residual_multiplier", float, lambda _: 1.0),
+        "logit_scale": Number("logits_scaling", float),
+    },
+    neutral={**_SOFTMAX, "expert_weights_norm": (True,), "rope.scaling.finetuned": (True,)},  # False: no rotation
+    count="num_local_experts",
+    model_types=(),
+)
+_ERNIE_MOE = replace(
+    _QWEN2,
+    model_type="ernie4_5_moe",
+    class_name="Ernie4_5_MoeForCausalLM",
+    layer={
+        **_ATTENTION,
+        **_MLP,
+        **_EXPERTS,
+        "exp_probs_b": "mlp.gate.moe_statics.e_score_correction_bias",
+        **_shared("shared_experts"),
+    },
+    numbers={
+        **_QWEN2.numbers,
+        **_EXPERT_SIZE,
+        "expert_count": Number("moe_num_experts"),
+        "expert_used_count": Number("moe_k"),
+        "expert_shared_count": Number("moe_num_shared_experts", default=lambda _: 0, or_zero=True),
+        "leading_dense_block_count": Number("moe_layer_start_index", default=lambda _: 0, or_zero=True),
+        "interleave_moe_layer_step": Number("moe_layer_interval"),
+    },
+    fixed={**_SILU, "use_bias": False},
+    neutral={**_SOFTMAX, "expert_weights_norm": (True,)},
+    sizes=("expert_shared_feed_forward_length",),
+    changes={"exp_probs_b": _ROW},
+    count="moe_num_experts",
+    bare=("exp_probs_b",),
+)
+_HUNYUAN_MOE = replace(
+    _QWEN2,
+    model_type="hunyuan_v1_moe",
+    class_name="HunYuanMoEV1ForCausalLM",
+    layer={
+        **_ATTENTION,
+        **_EXPERTS,
+        "attn_q_norm": "self_attn.query_layernorm",
+        "attn_k_norm": "self_attn.key_layernorm",
+        "ffn_gate_inp": "mlp.gate.wg",
+        **_shared("shared_mlp"),
+    },
+    numbers={
+        **_QWEN2.numbers,
+        "expert_count": Number("num_experts"),
+        "expert_used_count": Number("moe_topk"),
+    },
+    neutral={**_SOFTMAX, "expert_weights_norm": (True,), "expert_shared_count": (1,)},
+    sizes=("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    count="num_experts",
 )
 _OLMO2 = replace(
     _QWEN2,
@@ -398,6 +481,9 @@ ARCHITECTURES = {
     "qwen2moe": _QWEN2_MOE,
     "qwen3moe": _QWEN3_MOE,
     "gpt-oss": _GPT_OSS,
+    "granitemoe": _GRANITE_MOE,
+    "ernie4_5-moe": _ERNIE_MOE,
+    "hunyuan-moe": _HUNYUAN_MOE,
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA3,

@@ -122,7 +122,7 @@ class Metadata:
         self._file, self._architecture, self._has_config = file, architecture, has_config
         self._where, self._data = file.path, file.metadata
         self._prefix = f"{self._data['general.architecture']}."
-        self._read = {*_READ, *_DESCRIPTIONS, *architecture.numbers}
+        self._read = {*_READ, *_DESCRIPTIONS, *architecture.numbers, *architecture.sizes} - architecture.neutral.keys()
         self._neutral = {**_NEUTRAL, **architecture.neutral}
         self.config: dict[str, Any] = {"model_type": architecture.model_type}
         self.config |= {"architectures": [architecture.class_name]}
@@ -224,8 +224,9 @@ class Metadata:
         """A number above 0, or a truth value."""
         value: Any = self._data.get(f"{self._prefix}{key}", default)
         most = _LARGEST if number.kind is float else _MOST_PARTS if "count" in key else _MOST
-        if type(value) is not number.kind or (number.kind is not bool and not 0 < value <= most):
-            what = "a bool" if number.kind is bool else f"{_KINDS[number.kind]} above 0, at most {most},"
+        if type(value) is not number.kind or (number.kind is not bool and not 0 < value + number.or_zero <= most):
+            above = "from" if number.or_zero else "above"
+            what = "a bool" if number.kind is bool else f"{_KINDS[number.kind]} {above} 0, at most {most},"
             raise CheckpointError(
                 f"{self._where}: metadata {self._prefix}{key}: found {_short(value)}; {what} is needed"
             )
@@ -415,6 +416,8 @@ def _same(found: Any, value: Any, tolerance: float = 1e-6) -> bool:
         return math.isclose(found, value, rel_tol=tolerance)  # metadata have float32
     if isinstance(found, list) and isinstance(value, list):
         return len(found) == len(value) and all(map(_same, found, value))
+    if type(found) is int and isinstance(value, list) and value:  # one number for each layer
+        return all(_same(found, one) for one in value)
     return bool(found == value)
 
 

@@ -175,16 +175,21 @@ def tensors_of(
             )
         stored |= {f"{outer.format(i)}.{key}": source._replace(part=i).stored() for i in range(experts)}
     for name, sources in joined.items():
-        new, one = _joined(name, [sources[turn] for turn in sorted(sources)])
+        new, one = _joined(name, [sources[turn] for turn in sorted(sources)], architecture.in_turn)
         stored[new] = one
     return stored
 
 
-def _joined(name: str, sources: Sequence[_Source]) -> tuple[str, Stored]:
-    """One parameter of all experts, as GPT-OSS has it: of gates and ups, with a row of each in turn, or of downs.
+def _joined(name: str, sources: Sequence[_Source], in_turn: bool) -> tuple[str, Stored]:
+    """One parameter of all experts: of gates and ups, or of downs.
+
+    Args:
+        name: of the parameter.
+        sources: of its parts.
+        in_turn: see `Architecture`.
 
     Returns:
-        Its name, and the tensor: quantized rows as `StackedFormat` has them; floats with columns before rows.
+        Its name, and the tensor: quantized rows as `StackedFormat` has them; floats as the parameter is.
 
     Raises:
         CheckpointError: gates and ups of different types or sizes.
@@ -198,10 +203,10 @@ def _joined(name: str, sources: Sequence[_Source]) -> tuple[str, Stored]:
             )
     experts, rows, *columns = first.shape
     turns, held = len(sources), first.code in EXACT
-    if held or not columns:
-        shape = (experts, turns * rows, *columns)
+    if held or not columns or not in_turn:
+        shape, dim = (experts, turns * rows, *columns), 2 if in_turn else 1
         return f"{name}_weight" if held else name, Stored(
-            first.code, shape, lambda: torch.stack([one.read() for one in sources], 2).flatten(1, 2)
+            first.code, shape, lambda: torch.stack([one.read() for one in sources], dim).flatten(1, 2)
         )
 
     def read() -> Tensor:

@@ -91,6 +91,50 @@ FAMILIES = {
             "rope.scaling.original_context_length": ("uint32", 16),
         },
     ),
+    "granitemoe": Family(
+        "granitemoe",
+        {
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.0625,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+        },
+        {
+            "attention.scale": ("float32", 0.0625),
+            "embedding_scale": ("float32", 6.0),
+            "residual_scale": ("float32", 0.22),
+            "logit_scale": ("float32", 3.0),
+        },
+    ),
+    "ernie4_5_moe": Family(
+        "ernie4_5-moe",
+        {
+            "moe_num_experts": 3,
+            "moe_k": 2,
+            "moe_intermediate_size": 256,
+            "moe_num_shared_experts": 2,
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+        },
+        {
+            "expert_feed_forward_length": ("uint32", 256),
+            "expert_shared_count": ("uint32", 2),
+            "expert_shared_feed_forward_length": ("uint32", 256),
+            "interleave_moe_layer_step": ("uint32", 1),
+            "leading_dense_block_count": ("uint32", 1),
+        },
+    ),
+    "hunyuan_v1_moe": Family(
+        "hunyuan-moe",
+        {"num_experts": 3, "moe_topk": 2, "head_dim": 64},
+        {
+            "expert_feed_forward_length": ("uint32", 512),
+            "expert_shared_feed_forward_length": ("uint32", 512),
+            "expert_shared_count": ("uint32", 1),
+        },
+    ),
     "gemma": Family("gemma", {"head_dim": 128}, left_out=("rope.freq_base",)),
     "gemma2": Family(
         "gemma2",
@@ -305,6 +349,7 @@ def converted(model: Any, architecture: str) -> Iterator[tuple[str, Tensor, floa
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     for full, parameter in model.named_parameters():
+        full = full.replace("block_sparse_moe", "mlp").replace("mlp.router.w", "mlp.gate.w")  # of Granite
         module, _, key = full.rpartition(".")
         indices = torch.arange(parameter.numel()).view(parameter.shape)
         shift = 1.0 if architecture.startswith("gemma") and module.endswith("norm") else 0.0
@@ -315,6 +360,10 @@ def converted(model: Any, architecture: str) -> Iterator[tuple[str, Tensor, floa
             continue
         if key == "sinks":
             yield f"{names.get_name(full)}.weight", indices, shift, parameter
+            continue
+        if key == "e_score_correction_bias":
+            place = names.get_name(full.replace("gate.", "").removesuffix("_bias"))
+            yield f"{place}.bias", indices[0], shift, parameter
             continue
         new = names.get_name(module)
         assert new is not None, full
@@ -333,7 +382,7 @@ def parts_of_experts(key: str, indices: Tensor, in_turn: bool) -> dict[str, Tens
 def reordered(config: Any, architecture: str, name: str, rows: Tensor) -> Tensor:
     """What llama.cpp's writers do to the rows of a tensor."""
     stem = name.rpartition(".")[2]
-    if architecture in ("llama", "smollm3") and stem in ("attn_q", "attn_k"):
+    if architecture in ("llama", "smollm3", "granitemoe") and stem in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if stem == "attn_q" else config.num_key_value_heads
         return rows.unflatten(0, (heads, 2, -1)).swapaxes(1, 2).reshape(rows.shape)
     if architecture == "gptneox" and stem == "attn_qkv":
