@@ -25,6 +25,12 @@ def is_name(name: str) -> bool:
     return plain and not name.endswith(_FILES) and not os.path.lexists(name)
 
 
+def is_here(name: str) -> bool:
+    """Whether this names a folder, or a ``.gguf`` file, of this machine."""
+    path = Path(name)
+    return bool(name) and (path.is_dir() or (path.suffix == ".gguf" and path.is_file()))
+
+
 def answers(name: str, *, subfolder: str = "", **options: Any) -> bool:
     """Find a model that is no folder of this machine.
 
@@ -44,7 +50,8 @@ def answers(name: str, *, subfolder: str = "", **options: Any) -> bool:
         UnsupportedError: transformers is missing, or too old.
     """
     if not is_name(name):
-        raise CheckpointError(f"{name}: not a directory" if name else "'': not a directory")
+        other = ", and no GGUF file" if name.endswith(".gguf") else ""
+        raise CheckpointError(f"{name}: not a directory{other}" if name else "'': not a directory")
     try:
         import huggingface_hub as hub
     except ImportError:

@@ -16,6 +16,8 @@ from torch import nn
 from qcut.checkpoints import hub
 from qcut.checkpoints.builder import check_kinds
 from qcut.checkpoints.detect import GGUF, detect, load, read_config, refuse_adapter
+from qcut.checkpoints.formats.gguf.container import GgufModel
+from qcut.checkpoints.formats.gguf.tokenizer import tokenizer_of
 from qcut.checkpoints.huggingface import causal_class, is_causal_name, skeleton_model, stated_class
 from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
 from qcut.common import versions
@@ -83,27 +85,31 @@ def _load(
     quantization: Any,
     progress: bool,
 ) -> tuple[Any, Any]:
-    folder = Path(name)
-    local = bool(name) and folder.is_dir()
+    path, local = Path(name), hub.is_here(name)
+    folder = path if path.is_dir() else path.parent
     if local:
         refuse_adapter(folder)
     on_disk = local or not hub.answers(name)
     versions.transformers()
     tensors = _check_folder(folder) if local else {}
+    found = detect(path) if local else None
     without = local and not has_tokenizer(folder)
-    if without and (class_of is causal_class or _is_causal(folder)):
+    tokenizer = None
+    if without and found is not None and found.format == GGUF:
+        tokenizer = _checked(lambda: _described(found.path), str(found.path))
+    elif without and (class_of is causal_class or _is_causal(folder)):
         raise CheckpointError(f"{folder}: there is no tokenizer ({', '.join(DATA_FILES)}); {_SAVE_TOKENIZER}")
     if not without:
         start_process()
     with contextlib.nullcontext() if progress and quantization is not None else _no_progress_bars():
-        found = detect(folder) if local else None
         if found is not None and not found.lacks_index:
             given = quantization if found.format == GGUF else None
-            model: Any = load(folder, device=device, dtype=dtype, progress=progress, quantization_config=given)
+            model: Any = load(path, device=device, dtype=dtype, progress=progress, quantization_config=given)
         else:
             model = _huggingface(name, tensors if local else None, class_of, dtype, device, quantization, on_disk)
-    with _no_progress_bars():
-        tokenizer = None if without else _tokenizer(name, local, model, on_disk)
+    if not without:
+        with _no_progress_bars():
+            tokenizer = _tokenizer(str(folder) if local else name, local, model, on_disk)
     with _as_checkpoint_errors(f"{name}: the model cannot be put on {device}"):
         return model.to(device).eval(), tokenizer
 
@@ -120,19 +126,33 @@ def _tokenizer(name: str, local: bool, model: Any, on_disk: bool) -> Any:
     """The tokenizer; None for a model of the hub that reads images or sound, and has none."""
     transformers = versions.transformers()
     try:
-        with _as_checkpoint_errors(f"{name}: its tokenizer cannot be read"):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
+        return _checked(
+            lambda: transformers.AutoTokenizer.from_pretrained(
                 name, local_files_only=on_disk, trust_remote_code=False, config=getattr(model, "config", None)
-            )
-            check_decoder(tokenizer)
-            # Some of what a tokenizer's files state is looked at when it is used.
-            text_ids(tokenizer, "a")
-            _ = tokenizer.model_max_length < 1
-            empty = not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
+            ),
+            name,
+        )
     except CheckpointError:
         if local or getattr(model, "main_input_name", "input_ids") == "input_ids":
             raise
         return None
+
+
+def _described(path: Path) -> Any:
+    """The tokenizer that a GGUF file describes."""
+    with GgufModel(path) as file:
+        return tokenizer_of(file)
+
+
+def _checked(read: Callable[[], Any], name: str) -> Any:
+    """A tokenizer that has tokens, and takes a text."""
+    with _as_checkpoint_errors(f"{name}: its tokenizer cannot be read"):
+        tokenizer = read()
+        check_decoder(tokenizer)
+        # Some of what a tokenizer's files state is looked at when it is used.
+        text_ids(tokenizer, "a")
+        _ = tokenizer.model_max_length < 1
+        empty = not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
     if empty:
         raise CheckpointError(f"{name}: its tokenizer has no tokens; {_SAVE_TOKENIZER}")
     return tokenizer

@@ -105,7 +105,8 @@ def _write(arguments: argparse.Namespace, quantizing: Quantizing, folder: Path) 
     from qcut.checkpoints.tokenizers import copy_tokenizer, fetch_processors
 
     name = arguments.model
-    on_disk = Path(name).is_dir() or not hub.answers(name)
+    is_here = hub.is_here(name)
+    on_disk = is_here or not hub.answers(name)
     model, tokenizer, report = open_quantized(arguments, quantizing, _stored_dtype(name, on_disk))
     required, covered = arguments.require_quantized, report.coverage
     if required is not None and covered is not None and covered.share < required:
@@ -116,7 +117,7 @@ def _write(arguments: argparse.Namespace, quantizing: Quantizing, folder: Path) 
         else:
             qcut.save_compressed_tensors(model, folder, progress=shown())
             copy_tokenizer(tokenizer, model, folder)
-        if not Path(name).is_dir():
+        if not is_here:
             fetch_processors(name, folder, on_disk)
     except CheckpointError as error:
         raise CheckpointError(str(error).replace(str(folder), str(arguments.out))) from error
@@ -129,12 +130,13 @@ def _stored_dtype(name: str, on_disk: bool) -> Any:
     """The floating dtype that a model's configuration states; float32 by default."""
     import torch
 
+    from qcut.checkpoints import hub
     from qcut.checkpoints.detect import read_config
     from qcut.common import versions
 
-    folder = Path(name)
+    folder = Path(name) if Path(name).is_dir() else Path(name).parent
     config: dict[str, Any] = {}
-    if folder.is_dir():
+    if hub.is_here(name):
         if (folder / "config.json").is_file():
             config = read_config(folder / "config.json")
     else:

@@ -276,7 +276,9 @@ _GRANITE_MOE = replace(
     numbers={
         **_MIXTRAL.numbers,
         "attention.scale": Number(
-            "attention_multiplier", float, lambda config: (config["hidden_size"] / config["num_attention_heads"]) ** -0.5
+            "attention_multiplier",
+            float,
+            lambda config: (config["hidden_size"] / config["num_attention_heads"]) ** -0.5,
         ),
         "embedding_scale": Number("embedding_multiplier", float, lambda _: 1.0),
         "residual_scale": Number("residual_multiplier", float, lambda _: 1.0),

@@ -81,11 +81,12 @@ SCHEMES = {
     "Q8_0": "codebook4+4_g32_none_shifted",
     "MXFP4": "mxfp4",
 }
-GPT_OSS = pytest.param("gpt_oss", marks=samples.newer_experts)
+OF_EXPERTS = ("gpt_oss", "granitemoe", "ernie4_5_moe", "hunyuan_v1_moe")
+NEWER = [pytest.param(family, marks=samples.newer_experts) for family in OF_EXPERTS]
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
-@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "mixtral", GPT_OSS, "gemma2", "phi3", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "mixtral", *NEWER, "gemma2", "phi3", "gpt2", "gpt_neox"])
 def test_exact_types_stay_quantized(tmp_path: Path, family: str, kind: str) -> None:
     def types(name: str, values: Any) -> Any:
         return mixture_of(name, values, attention=Type[kind], values=Type.Q6_K, table=Type[kind])
@@ -206,6 +207,43 @@ def test_configuration_next_to_the_file_is_compared(tmp_path: Path, family: str)
         loaded(tmp_path)
 
 
+OTHERWISE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "no factors": (
+        "granitemoe",
+        dict.fromkeys(("attention.scale", "embedding_scale", "residual_scale")),
+        {"attention_multiplier": 0.125, "embedding_multiplier": 1.0, "residual_multiplier": 1.0},
+    ),
+    "no shared experts": (
+        "ernie4_5_moe",
+        {"expert_shared_count": ("uint32", 0), "expert_shared_feed_forward_length": None},
+        {"moe_num_shared_experts": 0},
+    ),
+    "experts in every second layer": (
+        "ernie4_5_moe",
+        {"interleave_moe_layer_step": ("uint32", 2), "leading_dense_block_count": ("uint32", 0)},
+        {"moe_layer_interval": 2, "moe_layer_start_index": 0},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_entries_of_mixtures_are_read(tmp_path: Path, case: str) -> None:
+    family, entries, changes = OTHERWISE[case]
+    expected = write(tmp_path / PATH, family, entries=entries, **changes)
+    assert_same(loaded(tmp_path), expected)
+
+
+def test_configuration_may_have_lists_of_layers(tmp_path: Path) -> None:
+    expected = write(tmp_path / PATH, "hunyuan_v1_moe")
+    config = json.loads(expected.config.to_json_string(use_diff=False))
+    for topk in ([2, 2], [2, 1]):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "moe_topk": topk}))
+        if topk[1] == 2:
+            assert_same(loaded(tmp_path), expected)
+    with pytest.raises(CheckpointError, match=r"expert_used_count: found 2; config\.json next to it has a list of 2"):
+        loaded(tmp_path)
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a window that is not the family's": (
         "qwen2",
@@ -237,6 +275,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "found a list of 2; an int above 0",
     ),
     "truth that is a number": ("gpt_neox", {"use_parallel_residual": ("uint32", 1)}, "found 1; a bool is needed"),
+    "no rotation": ("granitemoe", {"rope.scaling.finetuned": ("bool", False)}, "found False.*allowed: True"),
+    "no scale of logits": ("granitemoe", {"logit_scale": None}, "logit_scale: found None; a float above 0"),
+    "shared experts": ("granitemoe", {"expert_shared_feed_forward_length": ("uint32", 256)}, "found 256.*allowed: 0"),
+    "many shared experts": ("hunyuan_v1_moe", {"expert_shared_count": ("uint32", 2)}, "found 2.*allowed: 1"),
+    "a number below 0": ("ernie4_5_moe", {"expert_shared_count": ("int32", -1)}, "found -1; an int from 0"),
+    "other dense layers": (
+        "ernie4_5_moe",
+        {"leading_dense_block_count": ("uint32", 0)},
+        "3 tensors belong to no layer",
+    ),
     "softcapping of zero": ("gemma2", {"attn_logit_softcapping": ("float32", 0.0)}, "found 0.0; a float above 0"),
 }
 

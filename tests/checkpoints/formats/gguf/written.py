@@ -29,6 +29,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+TOKENIZER: dict[str, tuple[str, Any]] = {
+    "ggml.model": ("string", "gpt2"),
+    "ggml.tokens": ("array", [f"t{i}" for i in range(VOCABULARY)]),
+    "ggml.bos_token_id": ("uint32", 1),
+    "ggml.eos_token_id": ("uint32", 2),
+}
 _OF_EXPERTS = {"moe_intermediate_size": 256, "num_experts": 3, "num_experts_per_tok": 2}
 _WINDOW = {"attention.sliding_window": ("uint32", 6)}
 
@@ -273,6 +279,7 @@ def write(
     *,
     entries: Mapping[str, tuple[str, Any] | None] | None = None,
     extra: Mapping[str, Any] | None = None,
+    tokenizer: Mapping[str, tuple[str, Any]] | None = None,
     **changes: Any,
 ) -> Any:
     """Write a model of random blocks.
@@ -283,6 +290,7 @@ def write(
         types: of a tensor, by its name and value in the file.
         entries: other entries, or other values of those of the family; None leaves an entry out.
         extra: other tensors.
+        tokenizer: its entries, without their prefix.
         changes: of the model's configuration.
 
     Returns:
@@ -294,10 +302,8 @@ def write(
     for key, entry in {**usual_entries(model, kind), **(entries or {})}.items():
         if entry is not None:
             getattr(out, f"add_{entry[0]}")(f"{kind.architecture}.{key}", entry[1])
-    out.add_tokenizer_model("gpt2")
-    out.add_token_list([f"t{i}" for i in range(VOCABULARY)])
-    out.add_bos_token_id(1)
-    out.add_eos_token_id(2)
+    for key, entry in (TOKENIZER if tokenizer is None else tokenizer).items():
+        getattr(out, f"add_{entry[0]}")(f"tokenizer.{key}", entry[1])
     for name, tensor in (extra or {}).items():
         out.add_tensor(name, tensor)
     with torch.no_grad():
