@@ -39,9 +39,10 @@ much less text than perplexity does. With --scheme and the like only MODEL is qu
 with itself as it is. The reference has float keys and values. One window at a time runs through both models.
 
 MODEL is any causal language model of transformers, quantized or not: a folder of Hugging Face, of qcut or of the
-turboquant-model package, or a name on the hub. The engine runs GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3, Gemma,
-Gemma 2, Gemma 3, Phi-3, Phi-4, OLMo 2, SmolLM3, Starcoder2, and the mixtures of experts Mixtral, Qwen2-MoE, Qwen3-MoE,
-OLMoE, Granite-MoE, Ernie 4.5, Hunyuan and GPT-OSS; others run on transformers, with a note on standard error.
+turboquant-model package, a GGUF file, or a name on the hub. The engine runs GPT-2, GPT-NeoX, Llama, Mistral, Qwen2,
+Qwen3, Gemma, Gemma 2, Gemma 3, Phi-3, Phi-4, OLMo 2, SmolLM3, Starcoder2, and the mixtures of experts Mixtral,
+Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE, Ernie 4.5, Hunyuan and GPT-OSS; others run on transformers, with a note on
+standard error.
 """
 
 _COMPARED = {

@@ -30,10 +30,10 @@ _DESCRIPTION = """\
 Continues a prompt with the model's text, which goes to standard output token by token. Messages go to standard error.
 
 MODEL is any causal language model of transformers, quantized or not: a folder of Hugging Face, of qcut or of the
-turboquant-model package, or a name on the hub. The engine runs GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3, Gemma,
-Gemma 2, Gemma 3, Phi-3, Phi-4, OLMo 2, SmolLM3, Starcoder2, and the mixtures of experts Mixtral, Qwen2-MoE, Qwen3-MoE,
-OLMoE, Granite-MoE, Ernie 4.5, Hunyuan and GPT-OSS; others run on transformers' own generate, with a note on standard
-error.
+turboquant-model package, a GGUF file, or a name on the hub. The engine runs GPT-2, GPT-NeoX, Llama, Mistral, Qwen2,
+Qwen3, Gemma, Gemma 2, Gemma 3, Phi-3, Phi-4, OLMo 2, SmolLM3, Starcoder2, and the mixtures of experts Mixtral,
+Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE, Ernie 4.5, Hunyuan and GPT-OSS; others run on transformers' own generate, with
+a note on standard error.
 --llama2c takes a checkpoint of llama2.c and its tokenizer instead; the model then runs in float32, and --steps counts
 the tokens of the prompt too, as llama2.c does.
 """
@@ -54,7 +54,7 @@ FIELDS = {
 
 _ARGUMENTS = """\
 MODEL ?
-    a folder with a model, or a model's name on the hub
+    a folder with a model, a GGUF file, or a model's name on the hub
 --llama2c FILE
     a checkpoint of llama2.c, in place of MODEL
 --tokenizer FILE

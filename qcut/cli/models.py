@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MODEL = """\
 MODEL
-    a folder with a model, or a model's name on the hub
+    a folder with a model, a GGUF file, or a model's name on the hub
 """
 
 

@@ -128,7 +128,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """By kind, the model's type in transformers, and what differs from `sizes`."""
-_SINCE = {
+SINCE = {
     # Versions before refuse their own default settings.
     **dict.fromkeys(("olmo2", "olmoe", "ernie4_5_moe"), "5.5"),
     # Versions before hold the parts of a mixture by other names, which qcut refuses.
@@ -164,7 +164,7 @@ def small(kind: str, **changes: Any) -> Any:
     """A model with random weights, larger than usual so that its tokens differ."""
     torch.manual_seed(0)
     model_type, own = _KINDS[kind]
-    since = _SINCE.get(model_type, "0")
+    since = SINCE.get(model_type, "0")
     if Version(transformers.__version__) < Version(since):
         pytest.skip(f"{model_type} is served from transformers {since} on")
     # Torch's attention knows no softcap, and older versions of transformers choose it all the same.

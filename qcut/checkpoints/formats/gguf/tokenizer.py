@@ -160,7 +160,7 @@ class _Described:
         if (characters := sum(map(len, self._tokens))) > _MOST_SPLITS:
             self._wrong("ggml.tokens", f"{characters} characters in all", f"up to {_MOST_SPLITS}")
         others = {token for token, kind in zip(self._tokens, self._types, strict=True) if kind != _NORMAL}
-        return list(generate_merges(self._vocabulary, {**scores}, others | {""}))
+        return list(generate_merges(self._vocabulary, scores, others | {""}))
 
     def _set_steps(self, backend: Any) -> None:
         """Set what comes before the merges, and after the tokens."""
