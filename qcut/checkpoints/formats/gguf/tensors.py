@@ -203,20 +203,21 @@ def _joined(name: str, sources: Sequence[_Source], in_turn: bool) -> tuple[str, 
             )
     experts, rows, *columns = first.shape
     turns, held = len(sources), first.code in EXACT
-    if held or not columns or not in_turn:
+    if held or not columns:
         shape, dim = (experts, turns * rows, *columns), 2 if in_turn else 1
         return f"{name}_weight" if held else name, Stored(
             first.code, shape, lambda: torch.stack([one.read() for one in sources], dim).flatten(1, 2)
         )
+    shape = (experts, *columns, turns * rows) if in_turn else (experts, turns * rows, *columns)
 
     def read() -> Tensor:
-        made = torch.empty((experts, *columns, turns * rows), dtype=torch_dtype(first.code), device="cpu")
+        made = torch.empty(shape, dtype=torch_dtype(first.code), device="cpu")
         for expert in range(experts):
-            for turn, one in enumerate(sources):
-                made[expert, :, turn::turns] = one._replace(part=expert).read().t()
+            parts = [one._replace(part=expert).read() for one in sources]
+            made[expert] = torch.stack(parts, 1).flatten(0, 1).t() if in_turn else torch.cat(parts)
         return made
 
-    return name, Stored(first.code, (experts, *columns, turns * rows), read)
+    return name, Stored(first.code, shape, read)
 
 
 def warn_of_floats(file: GgufModel, dtype: torch.dtype, stacklevel: int) -> None:
