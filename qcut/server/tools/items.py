@@ -26,8 +26,10 @@ def messages_of(items: list[Any]) -> list[Any]:
         where = f"input.{i}"
         kind = item.get("type") or "message" if isinstance(item, dict) else type(item).__name__
         last = found[-1] if found and isinstance(found[-1], dict) and found[-1].get("role") == "assistant" else {}
+        calls = last.get("tool_calls") or []
         if kind == "message":
-            if item.get("role") == "assistant" and set(last) == {"role", "reasoning_content"}:
+            given = {name for name, value in item.items() if value is not None}
+            if item.get("role") == "assistant" and last and given & set(last) == {"role"}:
                 found[-1] = {**item, **last}
             else:
                 found.append(item)
@@ -37,9 +39,10 @@ def messages_of(items: list[Any]) -> list[Any]:
             name = checked_name(item.get("name"), f"{where}.name")
             function = {"name": name, "arguments": _text(item, "arguments", where)}
             call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
-            if not last:
+            if not last or not isinstance(calls, list):  # what is no list is refused where messages are checked
                 found.append({"role": "assistant"})
-            found[-1] = {**found[-1], "tool_calls": [*found[-1].get("tool_calls", ()), call]}
+                calls = []
+            found[-1] = {**found[-1], "tool_calls": [*calls, call]}
         elif kind == "function_call_output":
             output = item.get("output")
             if not isinstance(output, str | list):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from qcut.server.tools.items import messages_of
 from tests.server.serving import NAME, RESPONSES, Served, engine, serving
 from tests.server.tools.scripted import HERMES, TIME, USER, WEATHER, scripted, write
 
@@ -126,6 +127,47 @@ def test_log_probabilities_go_to_messages(hermes: Served) -> None:
     answer = asked(hermes, **body)
     assert len(answer["output"][1]["content"][0]["logprobs"]) == answer["usage"]["output_tokens"]
     assert streamed(hermes, **body)[1]["output"][1]["content"][0]["logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        ([{"role": "assistant", "content": "Well.", "tool_calls": None}, "call"], [["content", "tool_calls"]]),
+        (
+            [{"role": "assistant", "content": None, "reasoning_content": "Hm."}, "call", "call"],
+            [["reasoning_content", "tool_calls"]],
+        ),
+        (
+            ["reasoning", "call", {"role": "assistant", "content": "Well."}],
+            [["content", "reasoning_content", "tool_calls"]],
+        ),
+        (
+            ["reasoning", {"role": "assistant", "content": "Well.", "reasoning_content": None}],
+            [["content", "reasoning_content"]],
+        ),
+        (
+            ["reasoning", {"role": "assistant", "content": "Well.", "reasoning_content": "Hm."}],
+            [["reasoning_content"], ["content", "reasoning_content"]],
+        ),
+        (["call", {"role": "user", "content": "Well?"}], [["tool_calls"], ["content"]]),
+    ],
+)
+def test_items_of_an_answer_are_one_message(items: list[Any], messages: list[list[str]]) -> None:
+    kinds = {
+        "call": {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": ARGUMENTS},
+        "reasoning": {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
+    }
+    found = messages_of([kinds[item] if isinstance(item, str) else item for item in items])
+    assert [sorted(name for name in one if name != "role" and one[name] is not None) for one in found] == messages
+    assert sum(len(one.get("tool_calls") or ()) for one in found) == items.count("call")
+
+
+@pytest.mark.parametrize("calls", [5, "ab", {"a": 1}, [None]])
+def test_wrong_calls_before_an_item_are_refused(hermes: Served, calls: Any) -> None:
+    call = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": ARGUMENTS}
+    items = [USER, {"role": "assistant", "content": "Well.", "tool_calls": calls}, call]
+    status, answer, _ = hermes.call("POST", RESPONSES, {"input": items})
+    assert (status, answer["error"]["param"].startswith("messages.tool_calls")) == (400, True)
 
 
 def test_items_go_back_as_messages(hermes: Served) -> None:
