@@ -323,9 +323,11 @@ class Service:
         stream = Stream(self._bridge, given.n)
         stops = given.stops(self.scheduler.engine.end_tokens)
         answer = Answer(given, form, stream, stops, self.vocabulary, self.metrics, self.executors)
+        submit = partial(self._submit, stream, given, form)
+        constrains = given.constraint is not None or (isinstance(given, ToolFields) and given.calling.is_forced)
         try:
             async with watched(request.receive, stream):
-                await self.executors.run(request.state.body_bytes, partial(self._submit, stream, given, form))
+                await self.executors.run(request.state.body_bytes, submit, constrains=constrains)
         except QcutError as error:
             raise Refusal.of(error, self.scheduler.engine.context, given.PROMPT) from error
         if stream.is_left:

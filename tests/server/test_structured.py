@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import select
+import time
 from typing import Any, Literal
 
 import pytest
 
-from tests.server.serving import CHATS, COMPLETIONS, NAME, RESPONSES, Served, until
+from tests.server.serving import CHATS, COMPLETIONS, NAME, RESPONSES, Served, asking, until
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
@@ -155,3 +157,15 @@ def test_clients_may_leave(served: Served, client: Any) -> None:
         next(iter(stream))
     until(lambda: served.scheduler.load.running == 0)
     posted(served, COMPLETIONS, {**TEXT, "guided_regex": "[a-z]{3}"})
+
+
+def test_others_do_not_wait_for_hostile_constraints(served: Served) -> None:
+    hostile = [{"allOf": [{"type": "string", "pattern": f"{c}{i}"} for i in range(50)]} for c in "ab"]
+    asked = [asking(served.port, {**TEXT, "guided_json": schema}) for schema in hostile]
+    time.sleep(0.2)
+    posted(served, COMPLETIONS, {**TEXT, "max_tokens": 2})
+    waiting = [not select.select([one.sock], [], [], 0)[0] for one in asked]
+    for one in asked:
+        assert b"too many parts that depend on one another" in one.getresponse().read()
+        one.close()
+    assert waiting == [True, True]
