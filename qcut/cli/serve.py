@@ -7,7 +7,8 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from qcut.cli.command import Answer, Command
 from qcut.cli.models import (
@@ -207,6 +208,7 @@ def _scheduler(arguments: argparse.Namespace) -> Scheduler:
     model, tokenizer = open_model(arguments)
     if template is not None:
         tokenizer.chat_template = template
+        _check_template(tokenizer, arguments.chat_template)
     quantizing.apply(model, tokenizer)
     speculate, context = open_drafter(arguments, model, tokenizer, arguments.context)
     engine = Engine(
@@ -224,6 +226,23 @@ def _scheduler(arguments: argparse.Namespace) -> Scheduler:
         _say("building kernels that the cache lacks, and warming up")
         scheduler.warm_up()
     return scheduler
+
+
+def _check_template(tokenizer: Any, file: Path) -> None:
+    """Check that a tokenizer's chat template renders the simplest chat.
+
+    Raises:
+        ConfigError: it does not, so that no chat could be answered.
+    """
+    from qcut.errors import ConfigError, QcutError
+    from qcut.numerics.sampling import MAX_VOCABULARY
+    from qcut.text.prompts import chat_ids
+
+    try:
+        chat_ids(tokenizer, [{"role": "user", "content": "A"}], MAX_VOCABULARY)
+    except QcutError as error:
+        found = f"found {error}" if tokenizer.chat_template else "found an empty file"
+        raise ConfigError(f"--chat-template {file}: {found}; allowed: a Jinja template for chats") from error
 
 
 def _several(arguments: argparse.Namespace) -> str:

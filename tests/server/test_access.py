@@ -139,4 +139,9 @@ def test_options_that_are_refused_at_start(
     assert "not an address of this machine" in says("--host", "192.0.2.1")
     assert "--host no.such.host.invalid --port 8000: " in says("--host", "no.such.host.invalid", model="missing")
     assert "--chat-template" in says("--port", 0, "--chat-template", tmp_path / "none")
+    for number, template in enumerate(("", "{% for %}", "{{ raise_exception('no user') }}")):
+        (tmp_path / f"{number}.jinja").write_text(template)
+        found = says("--port", 0, "--chat-template", tmp_path / f"{number}.jinja")
+        assert f"{number}.jinja: found" in found
+        assert "allowed: a Jinja template for chats" in found
     assert "a whole number from 1 up" in says("--batch", 0)
