@@ -16,6 +16,8 @@ from qcut.text.constraint import Constraint
 from qcut.text.matcher import COMPACT_JSON
 
 JSON = dict[str, Any]
+_VALUES = ("const", "enum")  # keywords whose values are no schemas
+_BY_NAME = ("$defs", "definitions", "properties", "patternProperties")  # keywords whose values are schemas by names
 
 
 class CallSyntax(NamedTuple):
@@ -170,13 +172,15 @@ def _object(name: str, field: str, parameters: JSON) -> JSON:
     }
 
 
-def _moved(value: Any, place: str) -> Any:
-    """A part of a schema with references to the place where the schema now is."""
+def _moved(value: Any, place: str, has_keywords: bool = True) -> Any:
+    """A part of a schema with references to the place where the schema now is; its keys may be names of schemas."""
     if isinstance(value, list):
         return [_moved(one, place) for one in value]
     if not isinstance(value, dict):
         return value
-    found = {key: one if key in ("const", "enum") else _moved(one, place) for key, one in value.items()}
+    if not has_keywords:
+        return {name: _moved(one, place) for name, one in value.items()}
+    found = {key: one if key in _VALUES else _moved(one, place, key not in _BY_NAME) for key, one in value.items()}
     reference = value.get("$ref")
     if isinstance(reference, str) and (reference + "/").startswith("#/"):
         found["$ref"] = place + reference[1:]

@@ -268,6 +268,15 @@ def test_forms_stay_without_tools_and_reasoning() -> None:
             '{"t": {"t": {}}}',
             '{"t": {"a": {}}}',
         ),
+        (
+            {
+                "properties": {"const": {"$ref": "#/$defs/enum"}, "properties": {"$ref": "#/$defs/enum"}},
+                "required": ["const", "properties"],
+                "$defs": {"enum": {"const": 1}},
+            },
+            '{"const": 1, "properties": 1}',
+            '{"const": 1, "properties": 2}',
+        ),
         ({"properties": {"$ref": {"enum": [{"$ref": "#"}]}}}, '{"$ref": {"$ref": "#"}}', '{"$ref": {"$ref": "/"}}'),
         ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, '{"b": 1}', '{"c": 1}'),
         ({"properties": {}}, "{}", '{"a": 1}'),
