@@ -39,6 +39,8 @@ from qcut.server.tools.choice import PROMPT_TOKENS, Parsers, Parsing
 from qcut.server.tools.requests import with_text_arguments, without_calls
 from qcut.text.prompts import chat_ids, text_ids
 
+MOST_SCORED = 1 << 21
+"""Most log-probabilities of a request, which are in memory until it is answered: half a kilobyte each."""
 B = TypeVar("B", bound=Schema)
 Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
@@ -342,6 +344,7 @@ class Service:
         sampling, stops = given.sampling, given.stops(self.scheduler.engine.end_tokens)
         limits = [limit for limit in (given.most, self.settings.most_tokens) if limit is not None]
         most, batch = min(limits, default=None), self.scheduler.engine.batch
+        context = self.scheduler.engine.context
         if given.n > batch:
             raise Refusal(400, f"n: found {given.n}; allowed: 1 to {batch}, the sequences that run at once", param="n")
         if most is not None and (given.min_tokens or 0) > most:
@@ -351,11 +354,18 @@ class Service:
         if len(prompts) > most_prompts:
             raise Refusal(400, f"{len(prompts)} prompts; allowed: {most_prompts}", param="prompt")
         scores_prompts = given.echoes and (given.top is not None or most == 0)
+        scored = 0
         for prompt in prompts:
             if stream.is_left:
                 return
             self._prompts.check(prompt)
             ids = self._ids(prompt, given.PROMPT)
+            new = 0 if given.top is None else given.n * min(context if most is None else most, context)
+            scored += (new + len(ids) * scores_prompts) * (1 + (given.top or 0))
+            if scored > MOST_SCORED:
+                what = "in all prompts and samples, of tokens and their likeliest alternatives"
+                message = f"logprobs: {scored} and more {what}; allowed: {MOST_SCORED}"
+                raise Refusal(400, message, param="logprobs")
             if form.kept:
                 form.prompt_end = self.vocabulary.decode(ids[-PROMPT_TOKENS:], skip_special_tokens=False)
             asked = form.asked(given.constraint)

@@ -186,6 +186,14 @@ def test_more_prompts_than_may_wait(served: Served) -> None:
         assert small.call("POST", COMPLETIONS, {"prompt": ["x"] * 8, "max_tokens": 1})[0] == 200
 
 
+@pytest.mark.parametrize("more", [{"n": 4}, {"n": 3, "echo": True}])
+def test_more_log_probabilities_than_memory_holds(served: Served, more: dict[str, Any]) -> None:
+    body = {"prompt": [[1]] * 380, "logprobs": 20, "max_tokens": 90, **more}
+    status, answer, _ = served.call("POST", COMPLETIONS, body)
+    assert (status, answer["error"]["param"]) == (400, "logprobs")
+    assert "allowed: 2097152" in answer["error"]["message"]
+
+
 def test_the_log_counts_what_it_leaves_out(caplog: pytest.LogCaptureFixture) -> None:
     log, limit = logging.getLogger("qcut.test"), LogLimit(most=2, period_s=0.2)
     log.addFilter(limit)
