@@ -6,7 +6,7 @@ from typing import Any
 
 from qcut.server.known_fields import shown
 from qcut.server.refusals import Refusal
-from qcut.server.tools.requests import checked_name
+from qcut.server.tools.requests import called_name
 
 JSON = dict[str, Any]
 KINDS = ("message", "function_call", "function_call_output", "reasoning")
@@ -36,7 +36,7 @@ def messages_of(items: list[Any]) -> list[Any]:
         elif kind == "reasoning":
             found += [{"role": "assistant", "reasoning_content": text} for text in [_reasoning(item, where)] if text]
         elif kind == "function_call":
-            name = checked_name(item.get("name"), f"{where}.name")
+            name = called_name(item.get("name"), f"{where}.name")
             function = {"name": name, "arguments": _text(item, "arguments", where)}
             call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
             if not last or not isinstance(calls, list):  # what is no list is refused where messages are checked

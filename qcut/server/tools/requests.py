@@ -75,14 +75,14 @@ def checked_choice(value: object, is_flat: bool = False) -> str | JSON:
     raise _wrong("tool_choice", value, allowed)
 
 
-def checked_name(value: object, where: str) -> str:
-    """The name of a function.
+def called_name(value: object, where: str) -> str:
+    """The name of a function in an earlier call, which is what the model has written: any text.
 
     Raises:
-        Refusal: it is none.
+        Refusal: no text, or an empty one.
     """
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise _wrong(where, value, "1 to 128 letters, digits, and any of _ - . :")
+    if not isinstance(value, str) or not value:
+        raise _wrong(where, value, "a text of 1 character and more")
     return value
 
 
@@ -157,6 +157,7 @@ def checked_calls(value: object) -> list[JSON]:
     for i, call in enumerate(_list(value, where, MOST_CALLS)):
         path = f"{where}.{i}"
         function = _function(call, path)
+        name = called_name(function.get("name"), f"{path}.function.name")
         arguments = function.get("arguments")
         arguments = "{}" if arguments is None or arguments == "" else arguments
         if not isinstance(arguments, str | dict):
@@ -165,7 +166,7 @@ def checked_calls(value: object) -> list[JSON]:
         if identifier is not None and not isinstance(identifier, str):
             raise _wrong(f"{path}.id", identifier, "a text")
         named = {} if identifier is None else {"id": identifier}
-        made = {"name": function["name"], "arguments": _object(arguments)}
+        made = {"name": name, "arguments": _object(arguments)}
         found.append({**named, "type": "function", "function": made})
     return found
 
@@ -190,26 +191,27 @@ def without_calls(messages: Sequence[JSON]) -> list[JSON]:
 def _tool(tool: object, where: str, is_flat: bool) -> JSON:
     function = _function(tool, where, is_flat)
     path = where if is_flat else f"{where}.function"
-    description, parameters = function.get("description"), function.get("parameters")
+    name, description, parameters = (function.get(field) for field in ("name", "description", "parameters"))
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _wrong(f"{path}.name", name, "1 to 128 letters, digits, and any of _ - . :")
     if description is not None and not isinstance(description, str):
         raise _wrong(f"{path}.description", description, "a text")
     if parameters is not None and not isinstance(parameters, dict):
         raise _wrong(f"{path}.parameters", parameters, "a JSON schema, which is an object")
     # Templates read all three fields, as transformers has them, without asking whether they are there.
-    made = {"name": function["name"], "description": description or "", "parameters": parameters or _NO_PARAMETERS}
+    made = {"name": name, "description": description or "", "parameters": parameters or _NO_PARAMETERS}
     return {"type": "function", "function": made}
 
 
 def _function(value: object, where: str, is_flat: bool = False) -> JSON:
-    """The function of a tool or a call, with a valid name."""
+    """The function of a tool or a call."""
     if not isinstance(value, dict):
         raise _wrong(where, value, 'an object with type "function"')
-    if value.get("type", "function") != "function":
+    if value.get("type") not in (None, "function"):
         raise _wrong(f"{where}.type", value["type"], '"function"')
     path, function = (where, value) if is_flat else (f"{where}.function", value.get("function"))
     if not isinstance(function, dict):
         raise _wrong(path, function, "an object with a name")
-    checked_name(function.get("name"), f"{path}.name")
     return function
 
 

@@ -71,6 +71,7 @@ def calling(**fields: Any) -> list[dict[str, Any]]:
         ({"messages": calling(id=5)}, "messages.tool_calls.0.id"),
         ({"messages": calling(function={"name": "a", "arguments": 5})}, "messages.tool_calls.0.function.arguments"),
         ({"messages": calling(function={"arguments": "{}"})}, "messages.tool_calls.0.function.name"),
+        ({"messages": calling(function={"name": ""})}, "messages.tool_calls.0.function.name"),
         ({"messages": [{**USER, "tool_calls": "a"}]}, "messages.tool_calls"),
         ({"messages": [{"role": "tool", "content": "a", "tool_call_id": 5}]}, "messages.0.tool_call_id"),
         ({"messages": [{**USER, "reasoning_content": 5}]}, "messages.0.reasoning_content"),
@@ -116,6 +117,21 @@ def test_templates_get_calls_and_results(hermes: Served) -> None:
         "assistant:",
     ]
     assert post(hermes, messages=messages, tools=[TIME])[0] == 200
+
+
+@pytest.mark.parametrize("name", ["get weather", "wetter_für", "a/b", "a" * 200])
+def test_calls_of_the_model_go_back(hermes: Served, name: str) -> None:
+    write(hermes, f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>', 50)
+    answer = post(hermes, messages=[USER], tools=[TIME])[1]["choices"][0]["message"]
+    assert answer["tool_calls"][0]["function"]["name"] == name
+    result = {"role": "tool", "content": "no such tool", "tool_call_id": answer["tool_calls"][0]["id"]}
+    status, found = post(hermes, messages=[USER, answer, result], tools=[TIME])
+    assert status == 200 or found["error"]["code"] == "context_length_exceeded", found
+
+
+def test_a_type_that_is_null(hermes: Served) -> None:
+    messages = [*calling(type=None), {"role": "tool", "content": "sunny", "tool_call_id": "c1"}]
+    assert post(hermes, messages=messages, tools=[{**TIME, "type": None}])[0] == 200
 
 
 @pytest.mark.parametrize("arguments", ["{broken", "[1]", '{"a": NaN}', "[" * 5000, '{"a":' * 5000])

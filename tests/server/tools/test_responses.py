@@ -221,7 +221,7 @@ def chatted(identifier: str) -> dict[str, Any]:
             "tools.0.parameters.type",
         ),
         ({"tools": [{**TOOLS[1], "parameters": {"not": {}}}], "tool_choice": "required"}, "tools.0.parameters"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "b c", "arguments": ""}]}, "input.0.name"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "", "arguments": ""}]}, "input.0.name"),
         ({"input": [USER, {"type": "function_call", "name": "b", "arguments": "{}"}]}, "input.1.call_id"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": {}}]}, "input.0.arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input.0.output"),
