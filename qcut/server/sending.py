@@ -25,6 +25,8 @@ from qcut.server.streams import Stream
 
 _log = logging.getLogger("qcut")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""Characters that end a line for clients that split as `str.splitlines` does; JSON escapes the others of their kind."""
 _MANY_TOKENS = 512
 """Most tokens that the event loop decodes at once for one request; more go to another thread."""
 T = TypeVar("T")
@@ -278,4 +280,7 @@ async def watched(receive: Receive, stream: Stream) -> AsyncIterator[None]:
 def _sent(value: JSON) -> bytes:
     """A server-sent event, named by the value's ``type`` if there is one."""
     name = f"event: {value['type']}\n" if "type" in value else ""
-    return f"{name}data: {_encode(value)}\n\n".encode(errors="replace")
+    text = _encode(value)
+    if not text.isascii():
+        text = text.translate(_LINE_ENDS)
+    return f"{name}data: {text}\n\n".encode(errors="replace")

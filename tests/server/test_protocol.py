@@ -64,6 +64,14 @@ def test_a_prompt_alone_is_echoed(served: Served) -> None:
     assert answer["usage"]["completion_tokens"] == 0
 
 
+def test_lines_of_a_stream_as_python_splits_them(served: Served) -> None:
+    text = "a\u2028b\u2029c\x85d\x1ce\x0bf"
+    body = {"prompt": text, "echo": True, "max_tokens": 1, "stream": True}
+    lines = served.call("POST", COMPLETIONS, body)[1].splitlines()  # as iter_lines of httpx does
+    assert all(line in ("", "data: [DONE]") or line.startswith("data: {") for line in lines)
+    assert json.loads(lines[0][6:])["choices"][0]["text"] == text
+
+
 def test_ids_of_tokens(served: Served) -> None:
     (choice,) = complete(served, count=3, return_token_ids=True, logprobs=1, return_tokens_as_token_ids=True)["choices"]
     assert choice["prompt_token_ids"] == served.alone.tokenizer(TEXT)["input_ids"]
