@@ -61,25 +61,23 @@ class Request(SequenceState):
         self.error: QcutError | None = None
         self.is_cancelled = False
         self._listener = listener
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end has been delivered
 
     def cancel(self) -> None:
         """End the sequence before its next token; nothing if it has ended. May be called in any thread."""
         self.is_cancelled = True
 
     def events(self) -> Iterator[Event]:
-        """Events up to and including the end, once.
+        """Events up to and including the end, each of them once: later iterations wait for the end and give nothing.
 
         Raises:
             QcutError: the request's `error`.
         """
-        while True:
-            event = self._events.get()
+        while (event := self._events.get()) is not None:
             yield event
-            if event.reason is not None:
-                if self.error is not None:
-                    raise self.error
-                return
+        self._events.put(None)  # for others that wait
+        if self.error is not None:
+            raise self.error
 
     def __iter__(self) -> Iterator[int]:
         """New tokens as they come."""
@@ -98,16 +96,16 @@ class Request(SequenceState):
     def deliver(self, event: Event) -> None:
         """Called by the scheduler with each event."""
         self.reason = event.reason
-        if self._listener is None:
-            self._events.put(event)
-            return
         try:
-            self._listener(event)
+            (self._events.put if self._listener is None else self._listener)(event)
         except BaseException as error:  # the others go on
             if is_interrupt(error):
                 raise
             _log.exception("a request's listener has failed; the request is cancelled")
             self.cancel()
+        finally:
+            if event.reason is not None:
+                self._events.put(None)
 
     def deliver_cancelled(self) -> None:
         """End a cancelled sequence."""

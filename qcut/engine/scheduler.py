@@ -114,7 +114,7 @@ class Scheduler:
     the seed, the index among the prompt's samples, and the position.
 
     Raises:
-        ConfigError: a number below its least.
+        ConfigError: no engine, or a number below its least.
 
     A failure ends as few requests as possible: that of a listener or a tokenizer its own request, that of a decode step
     or a prefill chunk the requests in it (`Request.error`). Others go on, and new ones are taken, unless the device
@@ -126,6 +126,8 @@ class Scheduler:
 
     @inference()
     def __init__(self, engine: Engine, *, chunk: int = 512, prefix_cache: int = 8, max_waiting: int = 1024) -> None:
+        if not isinstance(engine, Engine):
+            raise ConfigError(f"engine is a {type(engine).__name__}; allowed: a qcut.Engine")
         given = {"chunk": (chunk, 1), "prefix_cache": (prefix_cache, 0), "max_waiting": (max_waiting, 1)}
         for name, (value, least) in given.items():
             if not is_whole(value) or value < least:
@@ -232,6 +234,8 @@ class Scheduler:
             check_top(count, engine.decoder.vocabulary, name)
         if not isinstance(speculate, bool):
             raise ConfigError(f"speculate is {shown(speculate)}; allowed: True or False")
+        if listener is not None and not callable(listener):
+            raise ConfigError(f"listener is {shown(listener)}; allowed: a function of an Event, or None")
         options = Options(
             max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens, constraint, keep_special_tokens
         )

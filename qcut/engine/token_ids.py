@@ -47,6 +47,8 @@ class Options(NamedTuple):
             raise ConfigError(f"min_new_tokens is {shown(least)}; allowed: {allowed}, or None")
         if self.sampling is not None and not isinstance(self.sampling, Sampling):
             raise ConfigError(f"sampling is {shown(self.sampling)}; allowed: a qcut.Sampling, or None")
+        if not isinstance(self.skip_special_tokens, bool):
+            raise ConfigError(f"skip_special_tokens is {shown(self.skip_special_tokens)}; allowed: True or False")
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
             raise ConfigError(f"constraint is {shown(self.constraint)}; allowed: a qcut.Constraint, or None")
         beyond = max(self.sampling.logit_bias, default=0) if self.sampling is not None else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -413,6 +414,22 @@ def test_listeners_get_events_in_place_of_the_queue() -> None:
     assert seen[-1] == Event(0, request.tokens[-1], None, "length")
 
 
+@pytest.mark.parametrize("listener", [None, lambda event: None])
+def test_results_may_be_read_again(listener: Any) -> None:
+    scheduler = Scheduler(engine_of(small("gpt2"), 2))
+    request = scheduler.submit([1, 2, 3], 3, listener=listener)
+    failed = scheduler.submit([1, 2, 3], 3, listener=listener)
+    scheduler.step()
+    failed.fail(RequestError("no"))
+    finished(scheduler)
+    with ThreadPoolExecutor(3) as pool:
+        assert [each.result(10) for each in [pool.submit(request.result) for _ in range(3)]] == [request.generated] * 3
+        assert pool.submit(lambda: list(request)).result(10) == []
+        for _ in range(2):
+            with pytest.raises(RequestError, match="no"):
+                pool.submit(failed.result).result(10)
+
+
 # ── wrong calls ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -427,6 +444,8 @@ def test_listeners_get_events_in_place_of_the_queue() -> None:
         (([1],), {"sampling": 1.0}, ConfigError, "sampling is 1.0"),
         (([1],), {"top": 21}, ConfigError, "top is 21; allowed: 0 to 20, or None"),
         (([1],), {"stop": ["x"]}, ConfigError, "stop"),
+        (([1],), {"listener": 5}, ConfigError, "listener is 5; allowed: a function of an Event, or None"),
+        (([1],), {"skip_special_tokens": [1]}, ConfigError, r"skip_special_tokens is \[1\]; allowed: True or False"),
     ],
 )
 def test_wrong_requests(arguments: Any, options: Any, error: type[Exception], message: str) -> None:
@@ -434,6 +453,11 @@ def test_wrong_requests(arguments: Any, options: Any, error: type[Exception], me
     with pytest.raises(error, match=message):
         scheduler.submit(*arguments, **options)
     assert not scheduler.step()
+
+
+def test_a_scheduler_of_a_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine is a GPT2LMHeadModel; allowed: a qcut\.Engine"):
+        Scheduler(small("gpt2"))
 
 
 def test_limits() -> None:
