@@ -18,6 +18,7 @@ from qcut.cli.bench import command as bench
 from qcut.cli.command import Answer, Parser, UsageError, write_json
 from qcut.cli.developer import precompile, tune
 from qcut.cli.developer.gemm import command as gemm
+from qcut.common.failures import is_memory
 from qcut.common.versions import refuse_other_distribution
 from qcut.emitters.core.source import EmitError
 from qcut.errors import QcutError, UnsupportedError
@@ -115,11 +116,11 @@ def _run(words: Sequence[str]) -> tuple[str, Answer, str]:
         if error.filename is None:  # standard output's
             raise
         return _failed(error, f"{os.fsdecode(error.filename)}: {error.strerror or error}")
-    except MemoryError as error:
-        return _failed(error, "there is not enough memory")
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
             return _failed(error, f"the GPU has not enough memory: {_first_line(error)}")
+        if is_memory(error):
+            return _failed(error, f"there is not enough memory: {_first_line(error)}".removesuffix(": "))
         if os.environ.get(TRACEBACK):
             traceback.print_exc()
         kind = type(error).__name__

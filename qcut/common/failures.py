@@ -17,6 +17,11 @@ def is_interrupt(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt | SystemExit) and threading.current_thread() is threading.main_thread()
 
 
+def is_memory(error: BaseException) -> bool:
+    """Whether an allocation failed on the host; torch raises a plain `RuntimeError` there."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
 def line_of(error: BaseException, most: int = 300) -> str:
     """An exception's message in one line, cut to a number of characters."""
     return (" ".join(str(error).split()) or type(error).__name__)[:most]

@@ -325,6 +325,7 @@ def test_an_empty_prompt_begins_a_text(capfd: pytest.CaptureFixture[str]) -> Non
         (PermissionError(errno.EACCES, "Permission denied", "/a/file"), 1, "/a/file: Permission denied"),
         (torch.OutOfMemoryError("tried\nmore"), 1, "the GPU has not enough memory: tried"),
         (MemoryError(), 1, "there is not enough memory"),
+        (RuntimeError("can't allocate memory\nmore"), 1, "there is not enough memory: can't allocate memory"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

@@ -18,7 +18,7 @@ from qcut.checkpoints.pretrained import load_pretrained
 from qcut.cli.bench.report import Row
 from qcut.cli.models import context_of, cut_text
 from qcut.cli.runners import Runner, runner_for
-from qcut.common.failures import line_of
+from qcut.common.failures import is_memory, line_of
 from qcut.common.memory import return_free_memory
 from qcut.common.progress import Advance, progress_bar
 from qcut.conversion.quantize import model_bytes
@@ -288,8 +288,8 @@ def _generate(runner: Runner, prompts: list[list[int]], new: int, copy: int) -> 
 def _is_memory(error: BaseException | None) -> bool:
     """Whether an error, or one that it was raised from, is too little memory."""
     while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
-            return True  # the words are those of torch's allocator on a CPU
+        if isinstance(error, torch.OutOfMemoryError) or is_memory(error):
+            return True
         error = error.__cause__ or error.__context__
     return False
 
