@@ -24,7 +24,18 @@ from qcut.errors import ConfigError, ConstraintError, QcutError, shown
 from qcut.server import endpoints, page
 from qcut.server.access_log import AccessLog
 from qcut.server.answers import JSON, ChatCompletion, Completion, Form
-from qcut.server.bodies import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, Text, ToolFields, parsed
+from qcut.server.bodies import (
+    MOST_NAME_CHARACTERS,
+    AnyPrompt,
+    Body,
+    Chat,
+    ChatBody,
+    CompletionBody,
+    Schema,
+    Text,
+    ToolFields,
+    parsed,
+)
 from qcut.server.guards import BodyMemory, Hosts, Key, Refusals, body, host_name
 from qcut.server.known_fields import UnknownFields
 from qcut.server.limits.executors import LARGE_BYTES, Executors
@@ -65,7 +76,7 @@ class Settings:
         reasoning_parser: name of the parser of reasoning.
 
     Raises:
-        ConfigError: the key is empty, or has surrounding spaces or characters that a header cannot hold; a host or an
+        ConfigError: the name is empty, or longer than a request may give it; the key is empty, or has surrounding spaces or characters that a header cannot hold; a host or an
             origin is malformed.
     """
 
@@ -84,6 +95,8 @@ class Settings:
     reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
+        if not 1 <= len(self.name) <= MOST_NAME_CHARACTERS:
+            raise ConfigError(f"--served-name {shown(self.name)}; allowed: 1 to {MOST_NAME_CHARACTERS} characters")
         key = self.key
         if key is not None and (not key or key != key.strip() or not key.isprintable()):
             raise ConfigError("the API key is empty, or has spaces at its ends or control characters; allowed: a key")

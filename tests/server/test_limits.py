@@ -214,12 +214,13 @@ def test_the_log_counts_what_it_leaves_out(caplog: pytest.LogCaptureFixture) -> 
         *(("hosts", ["proxy", h], "--allow-host") for h in ("", "proxy:8080", "http://proxy", "a/b", "me@proxy")),
         *(("origins", [o], "--allow-origin") for o in ("", "a.example", "https://a.example/", "https://", "://a")),
         ("origins", ["HTTPS://a.example"], "--allow-origin"),
+        *(("name", name, "--served-name") for name in ("", "a" * 4097)),
     ],
 )
 def test_settings_that_are_refused(field: str, value: Any, words: str) -> None:
     Settings("name", hosts=["proxy.example", "Proxy"], origins=["*", "https://a.example", "http://localhost:3000"])
     with pytest.raises(ConfigError, match=words):
-        Settings("name", **{field: value})
+        Settings(**{"name": "name", field: value})
 
 
 def test_addresses_of_this_machine_alone() -> None:
