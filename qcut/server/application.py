@@ -76,8 +76,8 @@ class Settings:
         reasoning_parser: name of the parser of reasoning.
 
     Raises:
-        ConfigError: the name is empty, or longer than a request may give it; the key is empty, or has surrounding spaces or characters that a header cannot hold; a host or an
-            origin is malformed.
+        ConfigError: the name is empty, or longer than a request may give it; the key is empty, or has surrounding
+            spaces or characters that a header cannot hold; a host or an origin is malformed.
     """
 
     name: str
