@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from inspect import signature
 from typing import Any, TypeVar, cast
 
 from starlette.applications import Starlette
@@ -141,9 +142,10 @@ def application(scheduler: Scheduler, settings: Settings, metrics: Metrics | Non
     ]
     if settings.origins:  # before the key: preflight requests carry none
         # Any header: browser clients send their own, such as x-stainless-os, and no header grants a right here.
-        cors = Middleware(
-            CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]
-        )
+        options: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
+        if "allow_private_network" in signature(CORSMiddleware).parameters:  # this machine's own addresses are one
+            options["allow_private_network"] = True
+        cors = Middleware(CORSMiddleware, allow_origins=list(settings.origins), **options)
         guards.insert(1, cors)  # outside of the error middleware, so that pages can read its responses
     handlers: dict[Any, Any] = {404: service.unknown, 405: service.unknown}
     return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)

@@ -176,10 +176,13 @@ def test_who_asks() -> None:
             "Origin": "http://pages.example",
             "Access_Control_Request_Method": "POST",
             "Access_Control_Request_Headers": "authorization,content-type,x-stainless-arch,x-any-client",
+            "Access_Control_Request_Private_Network": "true",  # Chrome, for a server on this machine
         }
         status, _, headers = served.call("OPTIONS", COMPLETIONS, **asked)
         assert (status, headers["access-control-allow-origin"]) == (200, "http://pages.example")
         assert "x-stainless-arch" in headers["access-control-allow-headers"]
+        headers = served.call("GET", "/health", Origin="http://pages.example")[2]
+        assert headers["access-control-expose-headers"] == "Retry-After"
         status, _, headers = served.call("OPTIONS", COMPLETIONS, **{**asked, "Origin": "http://evil.example"})
         assert "access-control-allow-origin" not in headers
 
