@@ -360,6 +360,14 @@ class TextPart(Schema):
     type: Literal["text", "input_text", "output_text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refused(cls, value: object) -> object:
+        """What an assistant refuses is its text."""
+        if isinstance(value, dict) and value.get("type") == "refusal" and "refusal" in value:
+            return {"type": "output_text", "text": value["refusal"]}
+        return value
+
 
 class Message(Schema):
     """A chat message; an assistant message may lack content.
@@ -383,14 +391,15 @@ class Message(Schema):
     @model_validator(mode="before")
     @classmethod
     def _empty(cls, value: object) -> object:
-        """Null or missing content is the empty text."""
+        """Null or missing content is what the assistant refuses, or the empty text."""
         if not isinstance(value, dict):
             return value
         if "reasoning" in value:  # the newer name of other servers
             value = {"reasoning_content": value["reasoning"], **value}
             del value["reasoning"]
         is_empty = value["content"] is None if "content" in value else value.get("role") == "assistant"
-        return {**value, "content": ""} if is_empty else value
+        refusal = value.get("refusal")
+        return {**value, "content": refusal if isinstance(refusal, str) else ""} if is_empty else value
 
     @property
     def plain(self) -> dict[str, Any]:

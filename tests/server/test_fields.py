@@ -64,6 +64,15 @@ def test_messages_that_clients_send(message: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "message",
+    [{"content": None, "refusal": "No."}, {"refusal": "No."}, {"content": [{"type": "refusal", "refusal": "No."}]}],
+)
+def test_what_an_assistant_refused_is_its_text(message: dict[str, Any]) -> None:
+    (chat,) = read(ChatBody, {"messages": [USER, {"role": "assistant", **message}, USER]}).prompts
+    assert chat.messages[1] == {"role": "assistant", "content": "No."}
+
+
+@pytest.mark.parametrize(
     ("kind", "field", "value", "advice"),
     [
         (CompletionBody, "suffix", "end", "into the prompt"),
