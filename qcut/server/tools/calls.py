@@ -14,7 +14,12 @@ class Calls:
 
     Args:
         markers: each of them begins a call.
+
+    Attributes:
+        ENDS: what may follow a call, and says nothing. The end of an answer may cut it.
     """
+
+    ENDS: tuple[str, ...] = ()
 
     def __init__(self, *markers: str) -> None:
         self._markers = markers
@@ -41,6 +46,10 @@ class Calls:
     def end(self) -> list[Piece]:
         """See `Parser`."""
         found: list[Piece] = []
+        if self._state in ("called", "object"):
+            rest = self._raw + (self._object.raw if self._state == "object" else "") + self._held
+            if any(end.startswith(rest.strip()) for end in self.ENDS):
+                return []
         if self._state == "object":
             found += self._of(self._object.finish())
             found += self._after_object()
@@ -99,6 +108,7 @@ class HermesCalls(Calls):
     """``<tool_call>{"name": …, "arguments": …}</tool_call>``: Hermes, Qwen 2.5 and 3."""
 
     MARKERS = ("<tool_call>", "</tool_call>")
+    ENDS = ("</tool_call>",)
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__("<tool_call>")
@@ -122,6 +132,7 @@ class LlamaCalls(Calls):
     """
 
     MARKERS = ("<|python_tag|>",)
+    ENDS = (";",)
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(*self.MARKERS)
@@ -155,6 +166,7 @@ class MistralCalls(Calls):
     """``[TOOL_CALLS][{"name": …, "arguments": …}, …]`` and ``[TOOL_CALLS]name[ARGS]{…}``: Mistral."""
 
     MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+    ENDS = (",", "]")
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__("[TOOL_CALLS]")

@@ -70,6 +70,8 @@ CASES: list[tuple[Make, str, Found]] = [
     (hermes, f"Let me see.\n{MARKED} Done.", [content("Let me see.\n"), *call("weather", NESTED), content(" Done.")]),
     (hermes, f"\n\n{MARKED}\n{MARKED}\n", [*call("weather", NESTED), *call("weather", NESTED)]),
     (hermes, f"<tool_call>{WEATHER}", call("weather", NESTED)),
+    (hermes, MARKED[:-4], call("weather", NESTED)),
+    (hermes, f"{MARKED}\n<tool_cal", [*call("weather", NESTED), content("\n<tool_cal")]),
     (hermes, f"<tool_call>{WEATHER} and more", [*call("weather", NESTED), content(" and more")]),
     (hermes, '<tool_call>{"arguments": {"a": 1}, "name": "time"}</tool_call>', call("time", '{"a": 1}')),
     (hermes, '<tool_call>{"name": "time"}</tool_call>', call("time", "{}")),
@@ -95,6 +97,7 @@ CASES: list[tuple[Make, str, Found]] = [
     # Llama 3
     (llama, PARAMETERS, call("weather", NESTED)),
     (llama, f" <|python_tag|>{PARAMETERS}", call("weather", NESTED)),
+    (llama, f"{PARAMETERS}; ", call("weather", NESTED)),
     (llama, f'{PARAMETERS}; {{"name": "time", "parameters": {{}}}}', [*call("weather", NESTED), *call("time", "{}")]),
     (llama, f"Well. <|python_tag|>{PARAMETERS}", [content("Well. "), *call("weather", NESTED)]),
     (llama, f"{PARAMETERS} is it", [*call("weather", NESTED), content(" is it")]),
@@ -162,6 +165,7 @@ CASES: list[tuple[Make, str, Found]] = [
         [("reasoning", "Hm."), *call("weather", NESTED), *call("time", "{}")],
     ),
     (mistral_thinking, f"[TOOL_CALLS][{WEATHER}]", call("weather", NESTED)),
+    (mistral, f"[TOOL_CALLS][{WEATHER}, ", call("weather", NESTED)),
     (mistral_thinking, "<think>no</think>[THINK]", [content("<think>no</think>[THINK]")]),
     (
         mistral_opened,
