@@ -481,7 +481,7 @@ class Engine:
 
     def _decoded(self, sequences: list[SequenceState], lengths: list[int]) -> Generator[Event, None, None]:
         """Decode prefilled sequences until all have ended; updates ``lengths``, their tokens in the cache."""
-        self._check_current(lengths)
+        self.check_current(lengths)
         # Not around the whole body: a generator enters and leaves its contexts for every token.
         with inference():
             batch = SequenceBatch[SequenceState](self.runner, len(sequences), self.speculate)
@@ -497,7 +497,7 @@ class Engine:
                 text = sequence.append(token, log_probability)
                 lengths[sequence.index] = sequence.length
                 yield Event(sequence.index, token, text, sequence.finish_reason, log_probability)
-                self._check_current(lengths)
+                self.check_current(lengths)
             if all(s.finish_reason for s in sequences):
                 return
             new = ahead or step()
@@ -518,10 +518,23 @@ class Engine:
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 
-    def _check_current(self, lengths: list[int]) -> None:
-        """Refuse to go on if the engine has served another call: each that writes the cache makes a new list."""
-        if self._lengths is not lengths:
-            raise ConfigError("this stream is over: the engine has served another call since")
+    def begin(self) -> list[int]:
+        """Take the cache for other sequences than the last call's; returns a list that `is_current` knows it by."""
+        self._lengths = []
+        return self._lengths
+
+    def is_current(self, lengths: list[int]) -> bool:
+        """Whether the cache is still of the call with this list: each that writes the cache makes a new one."""
+        return self._lengths is lengths
+
+    def check_current(self, lengths: list[int], what: str = "stream") -> None:
+        """Refuse to go on if the engine has served another call.
+
+        Raises:
+            ConfigError: it has.
+        """
+        if not self.is_current(lengths):
+            raise ConfigError(f"this {what} is over: the engine has served another call since")
 
     def _check_window(self, slot: int, length: int) -> None:
         """Refuse to go on after tokens of a sequence if a layer's ring has dropped part of the window before them."""

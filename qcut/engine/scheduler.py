@@ -103,7 +103,8 @@ class Scheduler:
     `run` iterates in a thread of its own, until `close`; or call `step` yourself. Only one thread may do so.
 
     Args:
-        engine: its ``batch`` bounds the running sequences. It is the scheduler's while the scheduler lives.
+        engine: its ``batch`` bounds the running sequences. It is the scheduler's while the scheduler lives: a call of
+            its own, or of another scheduler, ends the requests that run.
         chunk: most prompt tokens of an iteration.
         prefix_cache: sequences in the prefix cache, each of the memory of a running sequence; 0: no prefix cache.
         max_waiting: prompts that may wait.
@@ -140,6 +141,7 @@ class Scheduler:
         self._waiting: deque[_Prompt] = deque()
         self._prefilling: list[_Prompt] = []  # by slot of the prefill runner
         self._pending: deque[NewTokens[Request]] = deque()
+        self._lengths: list[int] = []  # the engine's, as long as its cache is of this batch
         counted = ("prompt_tokens", "reused_tokens", "new_tokens", "steps", "drafted_tokens", "accepted_tokens")
         self._done = dict.fromkeys(counted, 0)
         self._lock = threading.Condition()
@@ -484,6 +486,8 @@ class Scheduler:
             request.prompt_log_probabilities = prompt.scores
             try:
                 if request.has_next:
+                    if not self._batch.sequences:
+                        self._lengths = self.engine.begin()
                     self._pending.append(self._batch.admit(request, runner, slot))
                 else:
                     request.finish_without_token()
@@ -494,7 +498,12 @@ class Scheduler:
     # ── decode ───────────────────────────────────────────────────────────────────────────────────
 
     def _decode(self) -> None:
-        """Queue a decode step, and retire sequences that get their last token in it."""
+        """Queue a decode step, and retire sequences that get their last token in it.
+
+        Raises:
+            ConfigError: others use the engine.
+        """
+        self.engine.check_current(self._lengths, "request")
         self._pending.append(self._batch.step())
         self._done["steps"] += 1
         for request in [each for each in self._batch.sequences if not each.has_next]:
@@ -503,9 +512,10 @@ class Scheduler:
     def _retire(self, request: Request) -> None:
         """Copy a sequence with a batch slot to the prefix cache, and free the slot."""
         if request.slot is not None:
-            tokens = [*request.prompt, *request.tokens][: request.cached]
-            ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
-            self._prefix_cache.insert(ids, self.engine.cache, request.slot)
+            if self.engine.is_current(self._lengths):
+                tokens = [*request.prompt, *request.tokens][: request.cached]
+                ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+                self._prefix_cache.insert(ids, self.engine.cache, request.slot)
             self._batch.retire(request)
 
     def _drop_cancelled(self) -> None:

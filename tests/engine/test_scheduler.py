@@ -430,6 +430,27 @@ def test_results_may_be_read_again(listener: Any) -> None:
                 pool.submit(failed.result).result(10)
 
 
+@pytest.mark.parametrize("other", ["engine", "scheduler"])
+def test_others_of_an_engine_end_what_runs(other: str) -> None:
+    model = small("gpt2")
+    engine = engine_of(model, 2)
+    scheduler, second = Scheduler(engine), Scheduler(engine)
+    request = scheduler.submit([1, 2, 3], 20)
+    for _ in range(4):
+        scheduler.step()
+    if other == "engine":
+        engine.generate([[4, 5]], 2)
+    else:
+        second.submit([4, 5], 2)
+        finished(second)
+    finished(scheduler)
+    with pytest.raises(ConfigError, match="this request is over: the engine has served another call since"):
+        request.result()
+    again = scheduler.submit([1, 2, 3], 20)
+    finished(scheduler)
+    assert again.result() == alone(model, [1, 2, 3], 20)
+
+
 # ── wrong calls ──────────────────────────────────────────────────────────────────────────────────
 
 
