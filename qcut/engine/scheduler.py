@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from qcut.engine.runner import check_device, inference
 from qcut.engine.sequence import DraftedTokens, Event, NewTokens, SequenceBatch
 from qcut.engine.speculation import capture_drafted
 from qcut.engine.token_ids import Options, is_whole
-from qcut.errors import BusyError, ConfigError, ShapeError, shown
+from qcut.errors import BusyError, ConfigError, RequestError, ShapeError, shown
 from qcut.numerics.sampling import Sampling
 from qcut.text.constraint import Constraint
 from qcut.text.prompts import Chat
@@ -485,6 +486,8 @@ class Scheduler:
         for request in [each for each in prompt.requests if each.reason is None]:
             request.prompt_log_probabilities = prompt.scores
             try:
+                for score in prompt.scores or ():
+                    _check(score)
                 if request.has_next:
                     if not self._batch.sequences:
                         self._lengths = self.engine.begin()
@@ -565,12 +568,23 @@ class Scheduler:
             if drafted is not None:
                 self._done["accepted_tokens"] = accepted + drafted.right
             try:
+                _check(log_probability)
                 text = request.append(token, log_probability)
                 if request.finish_reason is not None:
                     self._retire(request)
                 request.deliver(Event(request.index, token, text, request.finish_reason, log_probability))
             except BaseException as error:
                 self._fail([request], error)
+
+
+def _check(found: LogProbability | None) -> None:
+    """Check a token's log-probability.
+
+    Raises:
+        RequestError: it is NaN.
+    """
+    if found is not None and math.isnan(found.chosen):
+        raise RequestError("log-probabilities are NaN; allowed: a model whose logits are finite for this prompt")
 
 
 def _is_text(prompt: object) -> bool:

@@ -14,6 +14,8 @@ from qcut.text.sequence_text import SequenceText
 
 CONTEXT = 8
 """Number of preceding tokens that decide a token's text: a leading space, and the bytes of a split character."""
+LEAST = -9999.0
+"""What stands for log-probabilities of -Inf, as in OpenAI's and vLLM's answers: JSON has no such number."""
 _UNKNOWN = "\ufffd"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -172,6 +174,7 @@ class Scored:
         return _beyond(known, text)
 
     def _token(self, token: int, text: str, value: float | None) -> Token:
+        value = None if value is None else max(value, LEAST)
         is_whole = text and _UNKNOWN not in text and (not self._pending or self._is_skipped(token))
         return Token(token, text, list(text.encode()) if is_whole else self._vocabulary.bytes_of(token), value)
 

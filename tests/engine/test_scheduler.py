@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -449,6 +450,17 @@ def test_others_of_an_engine_end_what_runs(other: str) -> None:
     again = scheduler.submit([1, 2, 3], 20)
     finished(scheduler)
     assert again.result() == alone(model, [1, 2, 3], 20)
+
+
+@pytest.mark.parametrize("options", [{"top": 1}, {"top": 0, "prompt_top": 0}, {"max_new_tokens": 0, "prompt_top": 2}])
+def test_log_probabilities_that_are_nan_fail(options: dict[str, Any]) -> None:
+    model = copy.deepcopy(small("gpt2"))
+    torch.nn.init.constant_(model.transformer.ln_f.weight, float("nan"))
+    scheduler = Scheduler(engine_of(model, 2))
+    request = scheduler.submit([1, 2, 3], **{"max_new_tokens": 2, **options})
+    finished(scheduler)
+    with pytest.raises(RequestError, match="log-probabilities are NaN"):
+        request.result()
 
 
 # ── wrong calls ──────────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -117,6 +118,14 @@ def test_special_tokens_have_names_and_no_place() -> None:
     kept = scored(tokenizer, ids("s"), tokens, 1, skip_special_tokens=False)
     columns = Completion("m").choice(0, "", kept, None)["logprobs"]
     assert columns["text_offset"] == [0, 2, 2 + len(columns["tokens"][1])]
+
+
+def test_impossible_tokens_have_a_number() -> None:
+    scored = Scored(AutoTokenizer.from_pretrained(MODEL))
+    scored.add(65, LogProbability(-1.0, ((65, -1.0), (66, float("-inf")))))
+    found = Completion("m").choice(0, "a", scored, "stop")
+    assert list(found["logprobs"]["top_logprobs"][0].values()) == [-1.0, -9999.0]
+    json.dumps(found, allow_nan=False)
 
 
 def test_tokens_may_be_named_by_id() -> None:
