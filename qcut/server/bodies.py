@@ -76,7 +76,8 @@ def _bias(value: object) -> object:
     if not isinstance(value, dict) or len(value) > MOST_BIASED:
         raise PydanticCustomError("logit_bias", f"allowed: an object of at most {MOST_BIASED} token ids with numbers")
     for token, bias in value.items():
-        if not token.isdecimal() or len(token) > 18 or type(bias) not in (int, float) or not -100 <= bias <= 100:
+        is_id = token.isascii() and token.isdecimal() and len(token) <= 18
+        if not is_id or type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise PydanticCustomError("logit_bias", "allowed: token ids, each with a number from -100 to 100")
     return {int(token): float(bias) for token, bias in value.items()}
 

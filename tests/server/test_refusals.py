@@ -60,6 +60,7 @@ def without(body: dict[str, Any], name: str) -> dict[str, Any]:
         (COMPLETIONS, {**GOOD, "suffix": "end"}, "suffix", 'found "end"; allowed: '),
         (COMPLETIONS, {**GOOD, "best_of": 3}, "best_of", "found 3; allowed: 1, which is n"),
         (COMPLETIONS, {**GOOD, "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        (COMPLETIONS, {**GOOD, "logit_bias": {"٣": 1}}, "logit_bias", "token ids"),
         (COMPLETIONS, {**GOOD, "logit_bias": {"5": 101}}, "logit_bias", "-100 to 100"),
         (COMPLETIONS, {**GOOD, "logit_bias": {"8192": 1}}, None, "8192"),
         (COMPLETIONS, {**GOOD, "min_tokens": 3}, "min_tokens", "found 3; allowed: 0 to 2"),
