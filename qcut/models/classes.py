@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from types import FunctionType
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
@@ -44,7 +47,46 @@ def computes_its_own(cls: type) -> bool:
         and function.__globals__ is vars(sys.modules[cls.__module__])
         and function.__qualname__ == f"{cls.__qualname__}.forward"
         and is_called_as_written(cls)
+        and replaced_function(function) is None
     )
+
+
+_SPACES = (torch, F, Tensor)
+_TORCH = Path(torch.__file__).parent
+_DECORATORS = ("typing.py", "typing_extensions.py", "warnings.py", "_py_warnings.py")
+"""Files of the wrappers around functions that torch itself calls deprecated."""
+
+
+def replaced_function(function: FunctionType) -> str | None:
+    """The name of a function of torch that a function mentions, and that somebody has put another in place of, or None.
+
+    Functions of ``torch.nn.functional`` are followed. A name that means something else is looked at too: it does no
+    harm.
+    """
+    left, seen = [function], set[FunctionType]()
+    while left:
+        function = left.pop()
+        seen.add(function)
+        for name in {name for code in codes_in(function.__code__) for name in code.co_names}:
+            for space in _SPACES:
+                value = vars(space).get(name)
+                if isinstance(value, (functools.partial, MethodType)):
+                    return name
+                if isinstance(value, FunctionType):
+                    file = Path(value.__code__.co_filename)
+                    if _TORCH not in file.parents and file.name not in _DECORATORS:
+                        return name
+                    if space is F and value not in seen:
+                        left.append(value)
+    return None
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and of the functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
 
 
 def is_exactly(module: nn.Module | None, cls: type[nn.Module] | None) -> bool:

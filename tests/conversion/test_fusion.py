@@ -198,6 +198,14 @@ def test_class_whose_forward_was_replaced_is_not_fused(monkeypatch):
     assert not fusible_activations(sequential(nn.ReLU()))
 
 
+@pytest.mark.parametrize(("name", "module"), [("relu", nn.ReLU()), ("silu", nn.SiLU()), ("gelu", nn.GELU())])
+def test_function_of_torch_that_was_replaced_is_not_fused(name, module, monkeypatch):
+    model = nn.Sequential(nn.Linear(64, 64), module)
+    assert len(fusible_activations(model)) == 1
+    monkeypatch.setattr(nn.functional, name, lambda x, **_: x.sin())
+    assert not fusible_activations(model)
+
+
 def test_gpt2_that_reads_projection_is_not_fused():
     class Block(transformers.models.gpt2.modeling_gpt2.GPT2Block):
         def forward(self, hidden_states, *args, **kwargs):

@@ -8,9 +8,9 @@ it (`gating_of`), and the whole is compared with the module's own result on rand
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.forms import BatchedExperts, DenseExperts, ParallelExperts, SharedExperts
-from qcut.models.classes import computes_its_own, is_exactly, is_unwatched, library_class
+from qcut.models.classes import codes_in, computes_its_own, is_exactly, is_unwatched, library_class
 from qcut.models.modules import WEIGHT_DTYPES
 from qcut.numerics.gating import Gating, gating_of
 
@@ -92,18 +92,10 @@ def uses_interface(cls: type) -> bool:
     return (
         isinstance(decorator, FunctionType)
         and forward.__globals__ is vars(interface)
-        and any(forward.__code__ is code for code in _codes(decorator.__code__))
+        and any(forward.__code__ is code for code in codes_in(decorator.__code__))
         and isinstance(written, FunctionType)
         and written.__qualname__ == f"{cls.__qualname__}.forward"
     )
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and those of the functions defined in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
 
 
 def _of_interface(module: Any) -> ExpertWeights | str:

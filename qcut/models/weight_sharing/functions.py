@@ -18,6 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from qcut.models.classes import codes_in
+
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "diffusers")
 _KNOWN = (*_LIBRARIES, "builtins", "collections", "functools", "types")
 """Packages with objects that hold no code of a model's author."""
@@ -150,26 +152,19 @@ def names_of(function: FunctionType) -> frozenset[str]:
 
 def names_in(code: CodeType) -> set[str]:
     """Names of attributes and globals in bytecode, functions inside included."""
-    return {name for one in _codes(code) for name in one.co_names}
+    return {name for one in codes_in(code) for name in one.co_names}
 
 
 @cache
 def strings_of(function: FunctionType) -> frozenset[str]:
     """The strings that a function holds, but not its docstring."""
-    found = {value for code in _codes(function.__code__) for value in _flat(code.co_consts) if isinstance(value, str)}
+    found = {value for code in codes_in(function.__code__) for value in _flat(code.co_consts) if isinstance(value, str)}
     return frozenset(found - {function.__doc__})
 
 
 def mentioned_by(function: FunctionType) -> set[str]:
     """Names that a function mentions, those in the parts of strings such as ``"encoder.norm"`` included."""
     return {*names_of(function), *(part for text in strings_of(function) for part in text.split("."))}
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
