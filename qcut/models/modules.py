@@ -36,6 +36,16 @@ _STATE_HOOKS = (
 )
 
 
+_PLAIN = frozenset({*vars(nn.Linear(1, 1, device="meta")), "nf", "nx"})
+"""What every linear layer has in its ``__dict__``."""
+
+
+def kept_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes that somebody has given to a linear layer, which `keep_hooks` gives to what replaces it."""
+    given = vars(module).items() if looks_linear(module) else ()
+    return {key: value for key, value in given if key not in _PLAIN and not key.startswith("_")}
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether a module is transformers' ``Conv1D``, a linear layer with its weight stored as ``[K, N]``."""
     return type(module) is conv1d_class()
@@ -48,6 +58,15 @@ class Quantized(nn.Module):
         activation: that the layer computes after its bias.
         apart: whether ``forward`` leaves the activation to the module behind, and only `forward_fused` computes it.
     """
+
+    RESERVED = frozenset(
+        {
+            *("activation", "apart", "name", "scheme", "static_range", "float_count", "input_gradients", "parts"),
+            *("codebook", "col_scale", "colsum", "fold", "geometry", "group_size", "input_scale", "input_zero_point"),
+            *("int8", "kind", "norm_scale", "norms", "packed_norms", "qweight", "set_bits", "units", "weight_scale"),
+        }
+    )
+    """Attributes and buffers of quantized layers that a float layer may not have as well."""
 
     activation: str
     apart: bool = False
@@ -124,6 +143,8 @@ def own_ways(module: nn.Module) -> str | None:
         return f"its bias is a {type(bias).__name__} {shape}, not a plain vector of {len(weight_nk(module))} values"
     if others := [*module._parameters.keys() - {"weight", "bias"}, *module._buffers, *module._modules]:
         return f"it holds {others[0]!r} besides its weight and bias, which a quantized layer does not keep"
+    if taken := Quantized.RESERVED & kept_attributes(module).keys():
+        return f"it has an attribute {min(taken)!r} of its own, which a quantized layer has in another meaning"
     if any(vars(module).get(hooks) for hooks in _STATE_HOOKS):
         return "hooks are called when its state is written or read"
     if has_extra_state(module):
@@ -424,7 +445,8 @@ def replace_modules(model: nn.Module, new: dict[int, nn.Module]) -> None:
 
 
 def keep_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give a module the hooks of the one that it replaces; their handles stay good for both."""
+    """Give a module the hooks and `kept_attributes` of the one that it replaces; handles stay good for both."""
+    vars(new).update(kept_attributes(old))
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         for extra in ("", "_with_kwargs", "_always_called"):
             if hooks + extra in vars(old):

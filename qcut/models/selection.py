@@ -134,7 +134,7 @@ def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str
         elif reason is not None:
             left[name] = reason
         elif id(module) in checked:
-            left[name] = f"{checked[id(module)]} checks its class, and would do something else with a quantized layer"
+            left[name] = f"{checked[id(module)]} checks its class, or uses what a quantized layer has not"
         elif id(module) in held:
             left[name] = f"it is also held outside of the model's modules ({held[id(module)]})"
         else:

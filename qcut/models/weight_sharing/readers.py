@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qcut.models.modules import Quantized
+from qcut.models.modules import Quantized, kept_attributes
 from qcut.models.weight_sharing.functions import (
     enclosed,
     functions_in,
@@ -31,6 +32,7 @@ from qcut.models.weight_sharing.syntax import ClassCheck, Conditions, Path, code
 
 _SHARED = frozenset({"weight", "bias", "in_features", "out_features"})
 """Attributes of float and quantized layers that not every module has."""
+_OF_ALL = frozenset(vars(nn.Module()))
 _UNKNOWN: Any = object()
 
 
@@ -44,7 +46,11 @@ def layers_read(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]
     candidates = {id(layer): layer for layer in layers}
     found: dict[int, str] = {}
     for module, functions in reached(model):
-        for function in functions if id(module) not in candidates else ():
+        for function in functions:
+            if id(module) in candidates:
+                if _reads_first(module, function):  # its hooks
+                    found.setdefault(id(module), function.__qualname__)
+                continue
             for layer in (*_read_by(module, function), *_all_read_by(model, module, function)):
                 if id(layer) in candidates:
                     found.setdefault(id(layer), type(module).__name__)
@@ -67,16 +73,25 @@ def _read_by(module: nn.Module, function: FunctionType) -> Iterator[nn.Module]:
     yield from (part for part, tensor in read if part._parameters.get(tensor) is not None)
 
 
+def _reads_first(module: nn.Module, function: FunctionType) -> bool:
+    """Whether a function that a module itself holds reads the tensors of its first argument, the module."""
+    if _is_method(function, module) or is_library_code(function):
+        return False
+    code = code_of(function.__code__)
+    return any(position == 0 for position, _ in code.parameters) or any(paths for paths, _ in code.reads_all)
+
+
 def _all_read_by(model: nn.Module, module: nn.Module, function: FunctionType) -> Iterator[nn.Module]:
     """The modules whose parameters a function takes all, whatever their names.
 
-    An object that the function is given may be any module of the model.
+    An object that the function is given, its first argument, may be the module that comes to the function or any below;
+    one of unknown origin may be any of the model.
     """
-    known, method = not is_library_code(function), _is_method(function, module)
+    known = not is_library_code(function)
     for paths, conditions in code_of(function.__code__).reads_all:
         if may_run(module, conditions):
             tops = [top for path, container in paths if path for top in modules_at(module, path, container)]
-            if not tops and known and (method or not paths):
+            if not tops and known:
                 tops = [module if paths else model]
             for top in tops:
                 yield from top.modules()
@@ -88,7 +103,7 @@ def class_checked(
     """The modules, by id, if other code checks their class, and the class or function that does.
 
     A check with the same result for both classes, such as ``isinstance(layer, nn.Module)`` or ``hasattr(layer,
-    "weight")``, does not count.
+    "weight")``, does not count. The use of an attribute or a method that the replacement has not is a check too.
 
     Args:
         model: the model; its code is read, not run.
@@ -105,11 +120,13 @@ def class_checked(
                 continue  # a layer knows its own class
             dispatched = _dispatched(function)
             checked = [layer for layer in below if _differs(layer, dispatched, replacement)]
+            checked += _used_otherwise(module, function, below, replacement)
             for check in code_of(function.__code__).checks:
                 if may_run(module, check.conditions):
                     named = list(_checked(module, check, method))
                     for layer in named or below:
-                        if id(layer) in candidates and _matters(check, layer, function, bool(named), replacement):
+                        given = (module, function)
+                        if id(layer) in candidates and _matters(check, layer, given, bool(named), replacement):
                             checked.append(layer)
             for layer in checked:
                 found.setdefault(id(layer), type(module).__name__ if method else function.__qualname__)
@@ -134,17 +151,62 @@ def _checked(module: nn.Module, check: ClassCheck, method: bool) -> Iterator[nn.
             yield module
 
 
-def _matters(check: ClassCheck, layer: nn.Module, function: FunctionType, known: bool, replacement: Any) -> bool:
-    """Whether the replacement may give a check another result."""
+def _used_otherwise(
+    module: nn.Module, function: FunctionType, below: list[nn.Module], replacement: Any
+) -> Iterator[nn.Module]:
+    """The modules of which a function takes an attribute that the replacement has not."""
+    for path, container, attribute, conditions in code_of(function.__code__).attributes:
+        if may_run(module, conditions):
+            for layer in modules_at(module, path, container):
+                if not is_kept(layer, attribute, replacement):
+                    yield layer
+    names = frozenset() if is_library_code(function) else names_of(function)
+    for layer in below:
+        cls: Any = type(layer)
+        if not names.isdisjoint(_own_names(cls, replacement)):
+            yield layer
+
+
+@cache
+def _own_names(cls: Any, replacement: Any) -> frozenset[str]:
+    """Names of what a subclass of a library's class adds to it, and the replacement has not."""
+    own = [each for each in cls.__mro__ if each.__module__.partition(".")[0] not in ("torch", "transformers")]
+    names = {name for each in own for name in vars(each) if not name.startswith("__")}
+    return frozenset(name for name in names if not hasattr(nn.Linear, name) and not hasattr(replacement, name))
+
+
+def is_kept(layer: nn.Module, attribute: str, replacement: Any) -> bool:
+    """Whether what replaces a module has an attribute of it too."""
+    if hasattr(replacement, attribute) or attribute in _OF_ALL or attribute in kept_attributes(layer):
+        return True
+    return attribute in (_SHARED if issubclass(replacement, Quantized) else _annotated(replacement) | {*layer._modules})
+
+
+@cache
+def _annotated(cls: Any) -> frozenset[str]:
+    return frozenset(name for each in cls.__mro__ for name in getattr(each, "__annotations__", ()))
+
+
+def _matters(
+    check: ClassCheck, layer: nn.Module, given: tuple[nn.Module, FunctionType], known: bool, replacement: Any
+) -> bool:
+    """Whether the replacement may give a check another result.
+
+    Args:
+        check: by code that reads ``given``: a function that comes from a module.
+        layer: that may be checked.
+        given: see ``check``.
+        known: whether the code names the layer.
+        replacement: class of what replaces it.
+    """
+    module, function = given
     if check.attribute:
-        shared = check.attribute in _SHARED or hasattr(nn.Module, check.attribute)
-        return not check.tensor and known and not shared
+        return not check.tensor and known and not is_kept(layer, check.attribute, replacement)
     if check.classes is None:
         return not check.tensor and (known or _mentions_class(function, layer, replacement))
-    classes = [cls for expression in check.classes for cls in _values(expression, function)]
+    classes = [cls for expression in check.classes for cls in _values(expression, module, function)]
     if any(cls is _UNKNOWN for cls in classes):
-        mentioned = known or (not is_library_code(function) and _mentions_class(function, layer, replacement))
-        return not check.tensor and mentioned
+        return not check.tensor and (known or not is_library_code(function))
     if check.tensor:
         tensor, types = layer._parameters.get(check.tensor), [cls for cls in classes if isinstance(cls, type)]
         return tensor is not None and any(isinstance(tensor, c) and not issubclass(Tensor, c) for c in types)
@@ -197,34 +259,38 @@ def _global(function: FunctionType, name: str) -> Any:
     return function.__globals__.get(name, getattr(builtins, name, _UNKNOWN))
 
 
-def _values(expression: ast.expr, function: FunctionType) -> list[Any]:
+def _values(expression: ast.expr, module: nn.Module, function: FunctionType) -> list[Any]:
     """The classes and strings that an expression may stand for, with `_UNKNOWN` for every other value."""
     match expression:
         case ast.Constant(value=value):
             return [value]
         case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
-            return [value for part in parts for value in _values(part, function)]
+            return [value for part in parts for value in _values(part, module, function)]
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _values(left, function) + _values(right, function)
+            return _values(left, module, function) + _values(right, module, function)
         case ast.Name(id=name):
-            value = _global(function, name)
-            if isinstance(value, (list, tuple, set, frozenset, dict)):
-                return list(value)
-            return [value] if isinstance(value, (type, str)) or value is None else [_UNKNOWN]
+            return _classes_in(_global(function, name))
         case ast.Attribute():
-            value = _attribute(expression, function)
-            return [value] if isinstance(value, type) else [_UNKNOWN]
+            return _classes_in(_attribute(expression, module, function))
     return [_UNKNOWN]
 
 
-def _attribute(expression: ast.expr, function: FunctionType) -> Any:
-    """The value of a name with dots, or `_UNKNOWN`."""
+def _classes_in(value: Any) -> list[Any]:
+    values = list(value) if isinstance(value, (list, tuple, set, frozenset, dict)) else [value]
+    return [one if isinstance(one, (type, str)) or one is None else _UNKNOWN for one in values]
+
+
+def _attribute(expression: ast.expr, module: nn.Module, function: FunctionType) -> Any:
+    """The value of a name with dots, or `_UNKNOWN`; a property is not computed."""
     match expression:
-        case ast.Name(id=name) if name != "self":
+        case ast.Name(id="self"):
+            return module
+        case ast.Name(id=name):
             return _global(function, name)
         case ast.Attribute(value=value, attr=attribute):
-            owner = _attribute(value, function)
-            return _UNKNOWN if owner is _UNKNOWN else getattr(owner, attribute, _UNKNOWN)
+            owner = _attribute(value, module, function)
+            found = _UNKNOWN if owner is _UNKNOWN else inspect.getattr_static(owner, attribute, _UNKNOWN)
+            return _UNKNOWN if hasattr(type(found), "__get__") and not isinstance(found, type) else found
     return _UNKNOWN
 
 

@@ -69,6 +69,8 @@ class Code:
         parameters: positions of parameters with a tensor that is read, and the tensor.
         passed: calls of functions with a module as an argument: function, position, path.
         checks: of classes.
+        attributes: reads of an attribute of a module: path, whether the path is that of a container, the name, and the
+            conditions.
     """
 
     reads: set[tuple[Path, bool, str, Conditions]] = field(default_factory=set)
@@ -76,6 +78,7 @@ class Code:
     parameters: set[tuple[int, str]] = field(default_factory=set)
     passed: set[tuple[str, int, Path]] = field(default_factory=set)
     checks: set[ClassCheck] = field(default_factory=set)
+    attributes: set[tuple[Path, bool, str, Conditions]] = field(default_factory=set)
 
 
 @cache
@@ -241,6 +244,8 @@ class _Reader:
                 self._visit_call(node, conditions)
 
     def _visit_attribute(self, node: ast.Attribute, conditions: Conditions) -> None:
+        if isinstance(node.ctx, ast.Load):
+            self._note_attribute(conditions, node.value, node.attr)
         taken = _class_taken(node)
         if taken is not None and node not in self.noted:
             self.noted.add(node.value)
@@ -276,8 +281,10 @@ class _Reader:
             self.quiet.update(node.args)
         elif called == "getattr" and len(node.args) > 1:
             key = node.args[1]
-            if isinstance(key, ast.Constant) and key.value in VALUES and node not in self.quiet:
-                self._note_read(conditions, node.args[0], str(key.value))
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                self._note_attribute(conditions, node.args[0], key.value)
+                if key.value in VALUES and node not in self.quiet:
+                    self._note_read(conditions, node.args[0], key.value)
         elif called:
             for i, argument in enumerate(node.args):
                 self.code.passed |= {(called, i, path) for path, _ in self._paths(argument)}
@@ -295,6 +302,9 @@ class _Reader:
             tensor, checked = checked.attr, checked.value
         paths = frozenset(self._paths(checked))
         self.code.checks.add(ClassCheck(paths, tensor, classes, attribute, exact, conditions))
+
+    def _note_attribute(self, conditions: Conditions, owner: ast.expr, name: str) -> None:
+        self.code.attributes |= {(path, container, name, conditions) for path, container in self._paths(owner) if path}
 
     def _note_read(self, conditions: Conditions, owner: ast.expr, tensor: str) -> None:
         paths = self._paths(owner)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qcut import Linear, quantize
+from qcut.models.modules import Quantized
 from qcut.models.selection import linear_layers
 
 
@@ -165,13 +167,69 @@ class Parameters(Base):
         return self.b(x) + sum(p.mean() for p in self.a.parameters())
 
 
+class OfAttribute(Base):
+    kinds = (nn.Linear,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + sum(isinstance(layer, self.kinds) for layer in [self.a])
+
+
+class OfProperty(Base):
+    @property
+    def kind(self) -> type:
+        return nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + isinstance(self.a, self.kind)
+
+
+def is_one_of(layer: nn.Module, kinds: Any = nn.Linear) -> bool:
+    return isinstance(layer, kinds)
+
+
+class OfDefault(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + is_one_of(self.b)
+
+
+class Scaled(nn.Linear):
+    gain = 2.0
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self(x) * self.gain
+
+
+class OwnMethod(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Scaled(16, 16), Scaled(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a.scaled(x))
+
+
+class OwnMethodOfAny(OwnMethod):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = getattr(layer, "scaled")(x)  # noqa: B009
+        return x
+
+
+class Tries(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.b(x) * callable(self.a.reset_parameters)
+        except AttributeError:
+            return x
+
+
 class Harmless(Base):
     def forward(self, x: Tensor) -> Tensor:
         dtype = next(self.parameters()).dtype
         if not isinstance(x, Tensor) or not isinstance(self.a, nn.Module) or hasattr(self.a, "weight") is False:
             raise TypeError(f"found {type(self.a)}")
-        if self.exact and isinstance(self.a, nn.Linear):
-            return x
+        if (self.exact and isinstance(self.a, nn.Linear)) or self.a.training:
+            return x[..., : self.a.in_features]
         return self.a(x.to(self.a.weight.dtype)).to(dtype)
 
 
@@ -197,6 +255,12 @@ ALL = {"a", "b", "list.0", "list.1"}
         (Vars, {"a"}),
         (Text, {"a"}),
         (Place, {"a"}),
+        (OfAttribute, ALL),
+        (OfProperty, {"a"}),
+        (OfDefault, ALL),
+        (OwnMethod, {"a", "b"}),
+        (OwnMethodOfAny, {"a", "b"}),
+        (Tries, {"a"}),
         (Harmless, set()),
     ],
 )
@@ -204,7 +268,40 @@ def test_layers_whose_class_is_checked_stay(cls: Callable[[], nn.Module], names:
     layers, left = linear_layers(cls())
     assert set(left) == names
     assert set(layers) == ALL - names
-    assert all("checks its class" in reason for reason in left.values())
+    assert all("checks its class, or uses what" in reason for reason in left.values())
+
+
+class Flagged(Base):
+    """What a layer was given decides what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.gain, self.b.squared = 3.0, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x) * self.a.gain
+        for layer in self.children():
+            if getattr(layer, "squared", False):
+                x = layer(x) ** 2
+        return x
+
+
+def test_attributes_that_layers_were_given_stay() -> None:
+    model, x = Flagged(), torch.randn(4, 16)
+    want = model(x)
+    report = quantize(model, "int16x8", allow_growth=True, verify=False, progress=False)
+    assert {layer.name for layer in report.layers} == ALL
+    torch.testing.assert_close(model(x), want, rtol=0.1, atol=0.1 * float(want.detach().abs().max()))
+
+
+def test_attributes_that_quantized_layers_have_are_refused() -> None:
+    model = Base()
+    model.a.activation = "relu"  # type: ignore[assignment]
+    assert "has an attribute 'activation' of its own" in linear_layers(model)[1]["a"]
+    for scheme in ("w8a8_static", "w8a8_rotated", "int16x8_static", "codebook4+4_int8", "nvfp4", "fp8_blocks"):
+        layer = Linear(256, 256, True, scheme, device="meta")
+        own = {*vars(layer), *layer._buffers} - {*vars(nn.Linear(1, 1)), "bias"}
+        assert {key for key in own if not key.startswith("_")} <= Quantized.RESERVED
 
 
 def test_hooks_that_ask_keep_their_layer() -> None:
@@ -243,4 +340,10 @@ def test_own_class_of_known_name_is_no_layer() -> None:
 def test_replaced_forward_of_a_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plain: Any = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: plain(self, x) * 2)
+    assert "nn.Linear.forward is not that of torch" in linear_layers(nn.Sequential(nn.Linear(16, 16)))[1]["0"]
+
+
+def test_replaced_function_of_torch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda *a: plain(*a) * 2)
     assert "nn.Linear.forward is not that of torch" in linear_layers(nn.Sequential(nn.Linear(16, 16)))[1]["0"]

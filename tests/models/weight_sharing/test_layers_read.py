@@ -114,6 +114,15 @@ class Passed(Base):
         return multiply(x, self.a).view(*shape_of(self.b))
 
 
+def length_of(layer: nn.Module) -> Tensor:
+    return torch.stack([p.norm() for p in layer.parameters()]).norm()
+
+
+class PassedWhole(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * length_of(self.a)
+
+
 class Inherited(Direct):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
@@ -240,6 +249,21 @@ class Asks(Outer):
 )
 def test_code_that_reads_weights(cls: type[nn.Module], names: set[str]) -> None:
     assert left(cls()) == names
+
+
+def test_functions_that_take_whole_modules() -> None:
+    assert "a" in left(PassedWhole())
+    model = Unused()
+    model.part.register_forward_hook(lambda module, args, y: y * length_of(module))
+    model.register_forward_pre_hook(lambda module, args: (args[0] * length_of(args[0]),))
+    assert {"part.c"} <= left(model)
+
+
+def test_hooks_that_read_weight_of_their_layer() -> None:
+    model = Unused()
+    model.a.register_forward_hook(lambda module, args, y: y + F.linear(args[0], module.weight))
+    model.b.register_forward_hook(lambda module, args, y: y * module.in_features)
+    assert left(model) == {"a"}
 
 
 def test_code_without_source() -> None:
