@@ -437,7 +437,10 @@ def as_given(x: Tensor, module: nn.Module) -> Tensor:
 
 
 def replace_modules(model: nn.Module, new: dict[int, nn.Module]) -> None:
-    """Replace modules, given by id, wherever the model registers them."""
+    """Replace modules, given by id, wherever the model registers them; hooks stay (`keep_hooks`)."""
+    for module in list(model.modules()):
+        if id(module) in new:
+            keep_hooks(module, new[id(module)])
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
             if child is not None and id(child) in new:

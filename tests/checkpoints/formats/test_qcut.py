@@ -282,3 +282,25 @@ def test_tied_codebooks_are_written_once_and_stay_tied(tmp_path: Path) -> None:
     for key in ("units", "packed_norms", "norms", "codebook"):
         shared = [{getattr(m.get_submodule(name), key).data_ptr() for name in layers} for m in (model, got)]
         assert len(shared[0]) == len(shared[1]) == len(layers) - 1, key
+
+
+class Hooked(nn.Module):
+    """Hooks and attributes of its layers decide what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.b.gain = 3.0
+        self.a.register_forward_hook(lambda module, args, y: 2 * y)
+        self.b.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.b(self.a(x)) * self.b.gain
+        return y
+
+
+def test_hooks_and_attributes_of_layers_load(tmp_path: Path) -> None:
+    model, x = Hooked(), torch.randn(4, 64)
+    quantize(model, "w8a8", progress=False)
+    save(model, tmp_path)
+    assert torch.equal(load(tmp_path, model=Hooked, progress=False)(x), model(x))
