@@ -5,7 +5,7 @@ What works on linear layers (calibration, moments, plans, quantizing, verificati
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from qcut.models.modules import ExpertsModule, has_stacked_weights, replace_modules
+from qcut.models.selection import held_elsewhere
+from qcut.models.weight_sharing.readers import class_checked
 
 if TYPE_CHECKING:
     from qcut.layers.experts.experts import Experts, Projection
@@ -66,12 +68,14 @@ class Opened:
 def opened(model: nn.Module) -> Iterator[Opened]:
     """Let a model's experts be linear layers until the block ends: float ones, and those of quantized stacks."""
     found = Opened()
+    every = {name: module for name, module in model.named_modules() if name and has_stacked_weights(module)}
+    kept = _used_otherwise(model, every.values()) if every else {}
     for name, module in list(model.named_modules()):
-        if not isinstance(module, ExpertsModule) and not (name and has_stacked_weights(module)):
+        if not isinstance(module, ExpertsModule) and name not in every:
             continue
         from qcut.layers.experts.weights import open_experts  # most models have none
 
-        made = open_experts(module, name)
+        made = kept.get(id(module)) or open_experts(module, name)
         if isinstance(made, str):
             found.left[name] = made
         else:
@@ -81,6 +85,15 @@ def opened(model: nn.Module) -> Iterator[Opened]:
         yield found
     finally:
         replace_modules(model, {id(made): found.original[name] for name, made in found.experts.items()})
+
+
+def _used_otherwise(model: nn.Module, experts: Collection[nn.Module]) -> dict[int, str]:
+    """The modules of experts, by id, that other code does more with than call them, and what it does."""
+    held = held_elsewhere(model, experts).items()
+    found = {key: f"it is also held outside of the model's modules ({where})" for key, where in held}
+    for key, user in class_checked(model, experts, ExpertsModule).items():
+        found.setdefault(key, f"{user} checks its class, or uses what quantized experts have not")
+    return found
 
 
 def stacked(opened: Opened, layers: dict[str, Linear], device: torch.device | None = None) -> dict[str, Experts]:

@@ -115,6 +115,52 @@ def test_watched_experts_are_left(name: str, watch: Callable[[Any], Any]) -> Non
     assert WATCHED in reason_of(module)
 
 
+class ReadsMatrices(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.experts.down_proj.norm()  # type: ignore[operator]
+
+
+class ReadsSize(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.experts.intermediate_dim  # type: ignore[operator]
+
+
+class AsksClass(Mixture):
+    kind = nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if isinstance(self.experts, self.kind) else 1)
+
+
+class Holds(Mixture):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__(experts)
+        self.again = [experts]
+
+
+class ReadsNumber(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.experts.num_experts  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("cls", [ReadsMatrices, ReadsSize, AsksClass, Holds])
+def test_experts_used_otherwise_are_left(cls: type[Mixture]) -> None:
+    experts = tiny_experts(MIXTRAL)
+    AsksClass.kind = type(experts)
+    model, x = cls(experts), torch.randn(6, HIDDEN)
+    want = model(x)
+    with pytest.warns(QuantizationWarning, match="experts"):
+        report = qcut.quantize(model, "int16x8", verify=False, progress=False)
+    assert cls.__name__ in report.skipped["experts"]
+    torch.testing.assert_close(model(x), want, rtol=0.1, atol=0.05 * float(want.detach().abs().max()))
+
+
+def test_experts_of_a_known_number_are_quantized() -> None:
+    model = ReadsNumber(tiny_experts(MIXTRAL))
+    report = qcut.quantize(model, "w8a8", verify=False, progress=False)
+    assert {layer.name for layer in report.layers} == {"first", "experts.up", "experts.down"}
+
+
 def eager(self: Any, x: Tensor, index: Tensor, weights: Tensor, gate: Any = None) -> Tensor:
     """The right result, by another way."""
     y = torch.zeros_like(x)
