@@ -56,7 +56,7 @@ def decoder_of(model: nn.Module) -> Decoder:
             than transformers' own (`check_model`). The message names it.
     """
     model_type, name = getattr(getattr(model, "config", None), "model_type", None), type(model).__name__
-    if model_type not in FAMILIES or not name.endswith(("ForCausalLM", "LMHeadModel")):
+    if model_type not in FAMILIES:
         raise UnsupportedError(
             f"{name}: a model of type {model_type!r}; allowed: causal language models of type {', '.join(FAMILIES)}"
         )

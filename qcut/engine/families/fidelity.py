@@ -29,8 +29,9 @@ from qcut.layers.experts.families import uses_interface
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.experts.opening import PROJECTIONS
 from qcut.layers.linear import Linear
+from qcut.models.classes import codes_in, replaced_function
 from qcut.models.fusion import FusedActivation
-from qcut.models.modules import is_linear
+from qcut.models.modules import is_linear, weight_nk
 
 _ALWAYS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattribute__", "__getattr__")
 """Methods that call a module and find its parts."""
@@ -95,6 +96,9 @@ def check_model(model: nn.Module) -> None:
     _check_attention(config)
     _check_experts_function(config)
     _check_adapters(model, type(model).__name__)
+    on_meta = next((key for key, p in model.named_parameters() if p.is_meta), None)
+    if on_meta is not None:
+        raise UnsupportedError(f"{on_meta} is on the meta device; allowed: a model whose weights are loaded")
     reference, known = _reference(expected, config), set[type]()
     _check(model, reference, type(model).__name__, known, _GENERATION)
     _check_parts(model, reference, "", config, known)
@@ -124,13 +128,23 @@ def _reference(cls: type[nn.Module], config: Any) -> nn.Module:
 
 
 def _check_attention(config: Any) -> None:
-    """Refuse attention that is not transformers' own."""
+    """Refuse attention that is not transformers' own, or not to earlier tokens."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if not getattr(config, "is_causal", True):
+        raise UnsupportedError(
+            f"the configuration has is_causal {shown(config.is_causal)}; allowed: attention to earlier tokens, True"
+        )
     name = getattr(config, "_attn_implementation", None) or "eager"
     function = ALL_ATTENTION_FUNCTIONS.get(name) if name != "eager" else None
-    if name not in _IMPLEMENTATIONS or not (function is None or _package(function) in ("torch", "transformers")):
-        raise UnsupportedError(f"attention is computed by {shown(name)}{_INSTEAD}, or set_attn_implementation('eager')")
+    for one in (function, ALL_MASK_ATTENTION_FUNCTIONS.get(name)):
+        known = one is None or _package(one) in ("torch", "transformers")
+        culprit = _foreign(one, nn.Module) if known else _named(one)
+        if name not in _IMPLEMENTATIONS or culprit is not None:
+            how = "" if culprit is None else f", which runs {culprit}"
+            instead = f"{_INSTEAD}, or set_attn_implementation('eager')"
+            raise UnsupportedError(f"attention is computed by {shown(name)}{how}{instead}")
 
 
 def _check_experts_function(config: Any) -> None:
@@ -149,6 +163,7 @@ def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: An
     is_list = isinstance(reference, nn.ModuleList)
     if is_list:
         _check_list(model, reference, prefix)
+    is_mlp = any(type(part) in _activations() for part in reference._modules.values())  # of any width
     for key, wanted in reference._modules.items():
         name, part = f"{prefix}{key}", model._modules.get(key)
         if wanted is None or (part is None and is_list):
@@ -157,6 +172,10 @@ def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: An
             raise UnsupportedError(f"{name} is missing; allowed: a {_named(type(wanted))}, or model.generate")
         if is_linear(wanted):
             _check_linear(part, name, known)
+            count, outputs = _outputs(part), len(weight_nk(wanted))
+            if count not in (None, outputs) and not is_mlp:
+                by = f"by its configuration {outputs}"
+                raise UnsupportedError(f"{name} has {count} outputs, and {by}; allowed: the same of both")
         elif type(wanted) in _activations():
             _check_activation(part, name, known)
         elif isinstance(part, Experts) and uses_interface(type(wanted)):
@@ -174,7 +193,9 @@ def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: An
 
 
 def _check_list(model: nn.Module, reference: nn.Module, prefix: str) -> None:
-    """Check that a model has no more layers than a reference, each with a KV cache index of its own."""
+    """Check that a model has layers, no more than a reference, each with a KV cache index of its own."""
+    if not model._modules:
+        raise UnsupportedError(f"{prefix[:-1]} is empty; allowed: 1 to {len(reference._modules)} modules")
     if len(model._modules) > len(reference._modules):
         count = f"{len(model._modules)} modules where its configuration has {len(reference._modules)}"
         raise UnsupportedError(f"{prefix[:-1]} has {count}; allowed: as many, or model.generate")
@@ -271,6 +292,15 @@ def _check_linear(module: nn.Module, name: str, known: set[type]) -> None:
     _check_itself(module, kind, name, known)
 
 
+def _outputs(module: nn.Module) -> int | None:
+    """Columns of a linear layer's result; None where they are unknown."""
+    if type(module) is nn.Sequential:
+        counts = (_outputs(part) for part in reversed(module._modules.values()) if part is not None)
+        return next((count for count in counts if count is not None), None)
+    found = len(weight_nk(module)) if is_linear(module) else getattr(module, "out_features", None)
+    return found if isinstance(found, int) else None
+
+
 def _check_experts(experts: Experts, wanted: Any, name: str, known: set[type]) -> None:
     """Check experts in place of transformers' own, which are called in the same way."""
     _check_itself(experts, Experts, name, known)
@@ -345,14 +375,7 @@ def _names(kind: type) -> frozenset[str]:
 def _codes(raw: Any) -> Iterator[CodeType]:
     """The code of a function or a property's getter, with its closure and nested functions."""
     for function in _functions(raw):
-        yield from _nested(function.__code__)
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)
+        yield from codes_in(function.__code__)
 
 
 def _functions(raw: Any, depth: int = 0) -> Iterator[FunctionType]:
@@ -382,9 +405,11 @@ def _foreign(raw: Any, kind: type) -> str | None:
         seen.add(id(function))
         if _package(function) not in packages:
             return _named(function)
-        if "/transformers/models/" not in _path(function.__code__):
+        if (name := replaced_function(function)) is not None:
+            return f"another {name} than that of torch"
+        if not any(place in _path(function.__code__) for place in _FOLLOWED):
             continue
-        for name in {name for code in _nested(function.__code__) for name in code.co_names}:
+        for name in {name for code in codes_in(function.__code__) for name in code.co_names}:
             value = function.__globals__.get(name)
             if isinstance(value, type):
                 if issubclass(value, nn.Module) and _package(value) not in packages:
@@ -431,6 +456,8 @@ def _path(code: CodeType) -> str:
     return code.co_filename.replace("\\", "/")
 
 
+_FOLLOWED = ("/transformers/models/", "/transformers/integrations/sdpa_attention.py")
+"""Files in which functions are followed to those that they call."""
 _HARMLESS = (
     ("transformers", "/transformers/utils/output_capturing.py"),
     ("transformers", "/transformers/modeling_utils.py"),

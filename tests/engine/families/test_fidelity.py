@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaMLP, LlamaRMSNorm
 
@@ -155,6 +156,17 @@ OTHERWISE: dict[str, tuple[str, Change, tuple[str, ...]]] = {
         lambda m: setattr(m.config, "num_hidden_layers", 1),
         ("model.layers has 2 modules where its configuration has 1",),
     ),
+    "attention to later tokens": ("mistral", lambda m: setattr(m.config, "is_causal", False), ("is_causal False",)),
+    "classes": ("llama", lambda m: setattr(m, "lm_head", nn.Linear(48, 7)), ("lm_head has 7 outputs",)),
+    "vocabulary": ("gpt2", lambda m: setattr(m.config, "vocab_size", 50), ("lm_head has", "by its configuration 50")),
+    "heads": (
+        "qwen3",
+        lambda m: setattr(m.model.layers[1].self_attn, "q_proj", nn.Linear(48, 8)),
+        (f"{LAYER}.self_attn.q_proj has 8 outputs",),
+    ),
+    "no layers": ("llama", lambda m: setattr(m.model, "layers", nn.ModuleList()), ("model.layers is empty",)),
+    "no weights": ("llama", lambda m: m.to("meta"), ("model.embed_tokens.weight is on the meta device",)),
+    "body alone": ("llama", lambda m: setattr(m, "__class__", type(m.model)), ("is not the", "LlamaForCausalLM")),
     "layer used twice": (
         "llama",
         lambda m: m.model.layers.__setitem__(1, m.model.layers[0]),
@@ -258,6 +270,30 @@ def test_code_replaced_in_transformers_is_refused(owner: Any, name: str, monkeyp
     refused(small("llama"), "test_code_replaced_in_transformers_is_refused")
 
 
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("linear", "q_proj: Linear.forward"),
+        ("silu", "act_fn: SiLUActivation.forward"),
+        ("embedding", "model.embed_tokens: Embedding.forward"),
+        ("scaled_dot_product_attention", "attention is computed by 'sdpa', which"),
+    ],
+)
+def test_functions_replaced_in_torch_are_refused(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, before = small("llama"), getattr(nn.functional, name)
+    model.set_attn_implementation("sdpa")
+    for other in (lambda *a, **b: 2 * before(*a, **b), partial(before)):
+        monkeypatch.setattr(nn.functional, name, other)
+        refused(model, f"{where} runs another {name} than that of torch")
+
+
+def test_masks_of_ones_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("llama")
+    model.set_attn_implementation("sdpa")
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *a, **b: None)
+    refused(model, "attention is computed by 'sdpa', which runs")
+
+
 def test_callables_in_place_of_functions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def turned(self: Any, *a: Any, **b: Any) -> Any:
         raise AssertionError
@@ -313,11 +349,19 @@ def affine(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x @ self.weight.T
 
 
+def narrower(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.gate_proj, mlp.up_proj = nn.Linear(48, 32), nn.Linear(48, 32)
+    mlp.down_proj = nn.Linear(32, 48)
+
+
 SAME: dict[str, tuple[str, Change]] = {
     "training wrapper": (
         "llama",
         lambda m: as_own(m, _init_weights=lambda s, x: None, __repr__=lambda s: "", steps=property(lambda s: 1)),
     ),
+    "another name": ("llama", lambda m: setattr(m, "__class__", type("Chat", (type(m),), {}))),
+    "width of one block": ("llama", narrower),
     "names of a block": ("gemma2", lambda m: as_own(m.model.layers[0].mlp, extra_repr=lambda s: "")),
     "affine subclass": ("llama", lambda m: as_own(m.model.layers[0].mlp.up_proj, forward=affine)),
     "sequence of known layers": ("llama", lambda m: setattr(m, "lm_head", nn.Sequential(m.lm_head, nn.Tanh()))),
