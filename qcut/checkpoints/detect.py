@@ -6,6 +6,7 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qcut.common import schema
 from qcut.common.safetensors import TensorFile, TensorHeader, plain_name
 from qcut.common.schema import JSON_BYTES, check_extent, open_regular, read_bytes, read_json, read_up_to
-from qcut.errors import CheckpointError, ConfigError, UnsupportedError
+from qcut.errors import CheckpointError, ConfigError, DtypeError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -124,6 +125,8 @@ def load(
     Raises:
         ConfigError: ``quantization_config`` with something else than a GGUF file, or of another kind.
         QuantizationError: see `qcut.quantize`, with ``quantization_config``.
+        DtypeError: a path or a model of another type.
+        DeviceError: there is no such device, or it has no memory.
         CheckpointError: a file is missing, truncated, damaged or foreign; a tensor is missing, superfluous, of a wrong
             shape or dtype, or holds what quantizing never gives (named); or the model cannot be built without
             ``model``. A model passed in is then incomplete only if reading fails after all checks have passed.
@@ -131,11 +134,11 @@ def load(
 
     Exactness: tensors come back bit by bit, except for a cast to ``dtype``.
     """
-    import torch
-
+    from qcut.models.modules import device_with_memory
     from qcut.numerics.plain_state import outside_modes
 
-    name, path = str(directory), Path(directory)
+    path = path_of(directory)
+    name = str(directory)
     refuse_adapter(path)
     found = detect(path)
     if found is None and model is None and "/" in name:
@@ -155,8 +158,19 @@ def load(
         )
     read: Callable[[Detected, Options], nn.Module] = imported(READERS[found.format])
     with outside_modes():
-        options = Options(model, torch.device(device), dtype, progress, verify, quantization_config)
+        options = Options(model, device_with_memory(device), dtype, progress, verify, quantization_config)
         return read(found, options).eval()
+
+
+def path_of(directory: Any) -> Path:
+    """The path that a caller gives for a checkpoint.
+
+    Raises:
+        DtypeError: it is no text and no path.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise DtypeError(f"directory: found {type(directory).__name__}; a path is needed")
+    return Path(directory)
 
 
 def detect(path: str | Path) -> Detected | None:

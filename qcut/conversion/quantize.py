@@ -19,6 +19,7 @@ from qcut.conversion.report import LayerReport, Report, stack_reports, weight_er
 from qcut.conversion.tasks import (
     Task,
     add_second_moments,
+    check_given,
     check_stacks,
     is_plan,
     layer_tasks,
@@ -31,7 +32,16 @@ from qcut.layers.embedding import Embedding, token_tables
 from qcut.layers.experts.opening import Opened, opened, stacked
 from qcut.layers.linear import Linear
 from qcut.models.fusion import fusible_activations
-from qcut.models.modules import as_given, float_linear, keep_hooks, tensor_bytes, tensor_key, weight_nk, weight_of
+from qcut.models.modules import (
+    as_given,
+    device_with_memory,
+    float_linear,
+    keep_hooks,
+    tensor_bytes,
+    tensor_key,
+    weight_nk,
+    weight_of,
+)
 from qcut.models.selection import DEFAULT_SKIP, check_model, globs, quantized_layers
 from qcut.numerics.int8 import apply_activation, sqnr_db
 from qcut.numerics.plain_state import in_plain_state
@@ -126,8 +136,9 @@ def quantize(
             the quantized model fails ``verify`` (layer named). The model is then as it was.
         UnsupportedError: weights on the meta device, or a table with a forward or an option that `qcut.Embedding` has
             not (named).
-        DtypeError: the model is no ``nn.Module``, or a weight is of another dtype than float16, bfloat16, float32 and
-            float64 (layer named).
+        DtypeError: the model is no ``nn.Module``, a calibration or second moments of another type, or a weight is of
+            another dtype than float16, bfloat16, float32 and float64 (layer named).
+        DeviceError: there is no such device, or it has no memory.
         CalibrationError: a layer was not calibrated or has no second moment, or one of another size.
         PlanError: the plan names layers or sizes that the model does not have, or splits tied layers.
         BuildError: a kernel of ``prebuild`` does not compile.
@@ -138,6 +149,7 @@ def quantize(
     Source: docs/schemes.md, sections 2 to 4; SmoothQuant, see `qcut.smooth`.
     """
     check_model(model)
+    check_given(calibration, second_moments)
     include, skip = (None if g is None else globs(g, what) for g, what in ((include, "include"), (skip, "skip")))
     before, already = model_bytes(model), tuple(quantized_layers(model))
     with opened(model) as mixtures:
@@ -155,7 +167,7 @@ def quantize(
             allow_growth,
             mixtures,
         )
-        target = None if device is None else torch.device(device)
+        target = None if device is None else device_with_memory(device)
         on_gpu = {n: t for n, t in work.tasks.items() if (target or weight_of(t.module).device).type == "cuda"}
         if on_gpu:
             from qcut.conversion.prebuild import prebuild_layers  # the CPU needs nothing of the kernel side

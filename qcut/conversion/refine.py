@@ -38,6 +38,7 @@ from qcut.models.modules import (
     check_batches,
     evaluating,
     forward,
+    is_number,
     model_device,
     output_tensor,
     tensor_key,
@@ -125,7 +126,7 @@ def refine(
     Raises:
         CalibrationError: no batch, or a loss that is NaN or infinite.
         ConfigError: no such layer, a rate or number of steps out of range, or a model that cannot be differentiated.
-        ShapeError: the outputs of the two models differ in shape.
+        ShapeError: the outputs of the two models, or their layers' weights, differ in shape.
         QuantizationError: a norm grows beyond float16, or the refined model fails ``verify`` (layer named,
             where it is one's).
 
@@ -135,15 +136,15 @@ def refine(
     check_model(model)
     check_model(reference)
     for what, value in (("rate", rate), ("code_rate", code_rate)):
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"{what}: found {value}; allowed: 0 and more")
+        if not is_number(value) or not 0 <= value < math.inf:
+            raise ConfigError(f"{what}: found {value!r}; allowed: 0 and more")
     check_batches(batches)
     held = list(batches)  # they come in a new order each time
     if not held:
         raise CalibrationError("batches: found none; refinement needs at least one batch")
     steps = len(held) if steps is None else steps
-    if steps < 1:
-        raise ConfigError(f"steps: found {steps}; allowed: 1 and more")
+    if not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"steps: found {steps!r}; allowed: 1 and more")
     with opened(model) as mixtures, opened(reference):
         chosen = _layers(model, layers)
         return _refined(model, reference, held, steps, chosen, mixtures, rate, code_rate, seed, verify, progress)
@@ -164,10 +165,14 @@ def _refined(
 ) -> Refinement:
     """See `refine`; the experts of both models are open."""
     device = model_device(model)
-    proof = Proof(verify, excerpt(held[0]))
-    loss_before = _loss_on(model, reference, proof.batch) if proof.active else math.inf
     sources = linear_layers(reference)[0]
     floats = {name: weight_nk(module).to(device) for name, module in sources.items()}
+    for name in (name for name in chosen if name in floats):
+        sizes, found = [chosen[name].out_features, chosen[name].in_features], list(floats[name].shape)
+        if found != sizes:
+            raise ShapeError(f"layer {name!r}: the reference has {found}; allowed: {sizes}")
+    proof = Proof(verify, excerpt(held[0]))
+    loss_before = _loss_on(model, reference, proof.batch) if proof.active else math.inf
     tuned = {name: RefinedLayer(layer, floats.get(name), code_rate > 0) for name, layer in chosen.items()}
     vectors = Vectors(model)
     order = _order(len(held), steps, seed)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from qcut.conversion.calibration.calibrate import Calibration
+from qcut.conversion.tasks import check_given
 from qcut.errors import CalibrationError, ConfigError
 from qcut.layers.experts.opening import Opened, opened
-from qcut.models.modules import ExpertsModule, weight_nk, weight_of
+from qcut.models.modules import ExpertsModule, is_number, weight_nk, weight_of
 from qcut.models.selection import check_model
 from qcut.models.tracing import NormPair
 from qcut.numerics.plain_state import in_plain_state
@@ -87,8 +88,9 @@ def migrations_for(model: nn.Module, calibration: Calibration, alpha: float = 0.
 
     Args and Raises: see `smooth`.
     """
-    if not 0.0 <= alpha <= 1.0:
-        raise ConfigError(f"smooth: found alpha = {alpha}; allowed is 0 <= alpha <= 1")
+    check_given(calibration)
+    if not is_number(alpha) or not 0.0 <= alpha <= 1.0:
+        raise ConfigError(f"smooth: found alpha = {alpha!r}; allowed is 0 <= alpha <= 1")
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     refused = dict(calibration.refused)
     migrations = []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from qcut.conversion.fitting import fitting_scheme
-from qcut.errors import CalibrationError, ConfigError, PlanError, QuantizationError
+from qcut.errors import CalibrationError, ConfigError, DtypeError, PlanError, QuantizationError
 from qcut.layers.experts.opening import Opened
 from qcut.layers.linear import Known, Linear
 from qcut.models.modules import tied_elsewhere, weight_nk
@@ -147,6 +147,24 @@ def is_plan(scheme: str | Scheme | Plan) -> TypeIs[Plan]:
     return isinstance(scheme, Plan)
 
 
+def check_given(calibration: Any, second_moments: Any = None) -> None:
+    """Check that these are of the types that `qcut.calibrate` and `qcut.collect_second_moments` return, or None.
+
+    Raises:
+        DtypeError: one is of another type (named).
+    """
+    if calibration is not None:
+        from qcut.conversion.calibration.calibrate import Calibration
+
+        if not isinstance(calibration, Calibration):
+            raise DtypeError(f"calibration: found {type(calibration).__name__}; what qcut.calibrate returns is needed")
+    if second_moments is not None and not isinstance(second_moments, Mapping):
+        raise DtypeError(
+            f"second_moments: found {type(second_moments).__name__}; what qcut.collect_second_moments or "
+            "qcut.collect_curvature returns is needed, a mapping from layer names"
+        )
+
+
 def uniform_scheme(scheme: str | Scheme, calibration: Calibration | None) -> Scheme:
     """A scheme for all layers.
 
@@ -247,8 +265,12 @@ def moment_of(moments: Mapping[str, Tensor | Curvature], name: str, module: nn.M
     if name not in moments:
         raise _no_moment(name)
     moment = moments[name]
-    from qcut.numerics.codebook.fitting.curvature import as_curvature
+    from qcut.numerics.codebook.fitting.curvature import Curvature, as_curvature
 
+    if not isinstance(moment, (Tensor, Curvature)):
+        raise DtypeError(
+            f"layer {name!r}: its second moment is of type {type(moment).__name__}; allowed: a tensor or a Curvature"
+        )
     (n, k), curvature = weight_nk(module).shape, as_curvature(moment)
     of_outputs = "the second moment of the derivatives by its outputs"
     for what, held, size in (("its second moment", curvature.inputs, k), (of_outputs, curvature.outputs, n)):

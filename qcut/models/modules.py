@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from types import MethodType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from qcut.errors import (
     ConfigError,
+    DeviceError,
     DtypeError,
     QcutError,
     QuantizationError,
@@ -310,6 +312,30 @@ def model_device(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+def is_number(value: object) -> bool:
+    """Whether a caller's value is a real number."""
+    return isinstance(value, Real)
+
+
+def device_with_memory(device: Any) -> torch.device:
+    """The device that a caller names.
+
+    Raises:
+        DeviceError: there is no such device, or it is ``meta``.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(f"device: found {device!r}; allowed: cpu, cuda, cuda:N") from error
+    if found.type == "meta":
+        raise DeviceError("device: found 'meta', which holds no values; allowed: cpu, cuda, cuda:N")
+    count = torch.cuda.device_count() if found.type == "cuda" else 0
+    if found.type == "cuda" and (found.index or 0) >= count:
+        allowed = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
+        raise DeviceError(f"device: found {str(found)!r}, and torch finds {count} CUDA devices; allowed: {allowed}")
+    return found
 
 
 def check_batches(batches: Any) -> None:

@@ -4,18 +4,20 @@ import copy
 import gc
 import json
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import qcut
 from qcut.conversion.calibration.calibrate import calibrate
 from qcut.conversion.calibration.second_moments import collect_second_moments
 from qcut.conversion.planning.plan import LayerPlan, Plan
 from qcut.conversion.quantize import model_bytes, quantize
 from qcut.conversion.smooth import smooth
-from qcut.errors import CalibrationError, ConfigError, PlanError, QuantizationError
+from qcut.errors import CalibrationError, ConfigError, DeviceError, DtypeError, PlanError, QuantizationError
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.linear import Linear
 from qcut.numerics.int8 import quantize_weight, sqnr_db
@@ -374,3 +376,38 @@ def test_a_plan_may_name_codebooks() -> None:
     names = {"blocks.0.q": "codebook4_int8", "blocks.0.up": "codebook3_g16_qr", "blocks.1.up": "w8a8"}
     report = quantize(model, make_plan(model, names), progress=False)
     assert report.schemes == names
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+
+OF_OTHER_TYPES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "calibration": (lambda: quantize(chain(), calibration={}), DtypeError, "calibration: found dict; what"),
+    "in a configuration": (lambda: qcut.QcutConfig("w8a8", calibration=3), DtypeError, "calibration: found int"),
+    "in a plan": (lambda: qcut.plan(chain(), [torch.ones(1, 64)], calibration=3), DtypeError, "calibration: found int"),
+    "smoothed": (lambda: qcut.smooth(chain(), [torch.ones(1, 64)]), DtypeError, "calibration: found list"),
+    "moments": (lambda: quantize(chain(), "codebook4", second_moments=3), DtypeError, "second_moments: found int"),
+    "one moment": (
+        lambda: quantize(chain(), "codebook4", second_moments={"0": 3, "2": 3}),
+        DtypeError,
+        "layer '0': its second moment is of type int",
+    ),
+    "alpha": (
+        lambda: qcut.smooth(chain(), qcut.calibrate(chain(), [torch.ones(1, 64)]), "much"),
+        ConfigError,
+        "found alpha = 'much'; allowed",
+    ),
+    "budget": (lambda: qcut.plan(chain(), [torch.ones(1, 64)], budget="small"), ConfigError, "budget: found 'small'"),
+    "device": (lambda: quantize(chain(), device="gpu"), DeviceError, "device: found 'gpu'; allowed: cpu, cuda"),
+    "no memory": (lambda: quantize(chain(), device="meta"), DeviceError, "found 'meta', which holds no values"),
+    "too many": (lambda: quantize(chain(), device="cuda:99"), DeviceError, "device: found 'cuda:99', and torch finds"),
+}
+
+
+@pytest.mark.parametrize("what", OF_OTHER_TYPES)
+def test_arguments_of_other_types_are_refused(what: str) -> None:
+    act, error, words = OF_OTHER_TYPES[what]
+    with pytest.raises(error) as found:
+        act()
+    assert words in str(found.value)

@@ -120,12 +120,17 @@ def test_outputs_without_logits_come_nearer():
 def test_what_is_refused():
     model, reference = pair()
     state = copy.deepcopy(model.state_dict())
+    narrower = copy.deepcopy(reference)
+    mlp = narrower.model.layers[0].mlp
+    mlp.up_proj = nn.Linear(mlp.up_proj.in_features, 8)
 
     for options, error, message in (
         ({"batches": []}, CalibrationError, "found none"),
         ({"rate": -1}, ConfigError, r"^rate: found -1"),
         ({"code_rate": float("inf")}, ConfigError, "code_rate: found inf"),
         ({"steps": 0}, ConfigError, "steps: found 0"),
+        ({"steps": "all"}, ConfigError, "steps: found 'all'"),
+        ({"reference": narrower}, ShapeError, r"layer 'model.layers.0.mlp.up_proj': the reference has \[8, "),
         ({"layers": ["*.nothing"]}, ConfigError, r"no untied layer with rotated codebooks among \*\.nothing"),
         ({"model": reference}, ConfigError, "no untied layer"),
         ({"reference": reference.model}, ShapeError, "the reference's"),

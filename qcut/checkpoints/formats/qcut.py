@@ -26,7 +26,7 @@ from qcut.common import schema
 from qcut.common.hooks import notify_quantized
 from qcut.common.progress import progress_bar
 from qcut.common.safetensors import TensorFile, read_index
-from qcut.errors import CheckpointError
+from qcut.errors import CheckpointError, DtypeError
 from qcut.layers.quantized import QuantizedLayer, float_dtype, set_weight_dtype
 
 FORMAT, VERSION, EXPERTS_VERSION = "qcut", 1, 2
@@ -55,6 +55,10 @@ def load(found: Detected, options: Options) -> nn.Module:
             opened.enter_context(file)
         check_layer_sizes(saved.described.layers, sum(file.size for file in files.values()), path)
         if not isinstance(model, nn.Module):
+            if model is not None and not callable(model):
+                raise DtypeError(
+                    f"model: found {type(model).__name__}; a function that makes the model is needed, or the model"
+                )
             with torch.device("meta"):
                 model = _from_huggingface(saved.data, path) if model is None else model()
         skeleton = skeleton_of(saved.described, model, dtype, path)

@@ -17,12 +17,13 @@ from qcut.checkpoints.description import (
     shards,
     stored_tensors,
 )
-from qcut.checkpoints.detect import QCUT_CONFIG
+from qcut.checkpoints.detect import QCUT_CONFIG, path_of
 from qcut.common.progress import progress_bar
 from qcut.common.safetensors_writer import TensorFiles
 from qcut.errors import CheckpointError
 from qcut.layers.quantized import StateEntry
 from qcut.models.modules import dtype_name
+from qcut.models.selection import check_model
 from qcut.numerics.checks import out_of_range
 
 FORMAT, VERSION, EXPERTS_VERSION = "qcut", 1, 2
@@ -60,6 +61,7 @@ def save(
     was in force when they began, whole, or the new one.
 
     Raises:
+        DtypeError: the model is no ``nn.Module``, or the directory no path.
         CheckpointError: the directory cannot be written, another process does not end its save, a tensor is on the
             meta device, a module has extra state, a parameter holds NaN or Inf, an embedding is tied to a layer that is
             not in the model, or the
@@ -68,7 +70,8 @@ def save(
 
     Exactness: `load` gives back every tensor bit by bit.
     """
-    directory = Path(directory)
+    check_model(model)
+    directory = path_of(directory)
     other = directory / "model.safetensors"
     if os.path.lexists(other) and _huggingface(model):
         raise CheckpointError(

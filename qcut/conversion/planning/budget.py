@@ -9,6 +9,7 @@ from typing import Literal
 
 from qcut.conversion.planning.costs import CostModel, StepCost, TimeCost, memory_cost, stored_cost
 from qcut.errors import ConfigError, PlanError
+from qcut.models.modules import is_number
 from qcut.schemes import Scheme, parse_scheme
 
 WITHIN_LOSS = ("w8a8_static", "w8a8", "w8a8_rotated", "w8a16", "fp16")
@@ -63,8 +64,9 @@ class Budget:
             value = limits.get(name)
             if value is None:
                 continue
-            if not math.isfinite(value) or value < 0 or (value == 0 and name != "budget"):
-                raise ConfigError(f"{name}: found {value}; a finite number {least} is allowed, such as {example}")
+            finite = is_number(value) and math.isfinite(value)
+            if not finite or value < 0 or (value == 0 and name != "budget"):
+                raise ConfigError(f"{name}: found {value!r}; a finite number {least} is allowed, such as {example}")
         if bits is None and step_us is None:
             if objective not in (None, "time", "memory"):
                 raise ConfigError(f"objective: found {objective!r}; allowed are 'time' and 'memory', or pass cost=")

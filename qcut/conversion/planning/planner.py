@@ -14,6 +14,7 @@ from qcut.conversion.planning.budget import Budget
 from qcut.conversion.planning.costs import CostModel
 from qcut.conversion.planning.measure import Group, Measure, SearchSpace
 from qcut.conversion.planning.plan import LayerPlan, Plan
+from qcut.conversion.tasks import check_given
 from qcut.errors import ConfigError
 from qcut.layers.experts.opening import opened
 from qcut.models.modules import weight_nk
@@ -127,6 +128,7 @@ def plan(
     if sensitivity_batches is not None and sensitivity_batches < 1:
         raise ConfigError(f"sensitivity_batches: found {sensitivity_batches}; at least 1 is allowed, or None for all")
     check_model(model)
+    check_given(calibration, second_moments)
     with opened(model):
         space = SearchSpace(
             model,

@@ -95,7 +95,7 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
         report: bool = False,
     ) -> None:
         self.quant_method = _METHOD
-        self.scheme: Any = _checked(scheme, calibration)
+        self.scheme: Any = _checked(scheme, calibration, second_moments)
         self.include = None if include is None else globs(include, "include")
         kept = modules_to_not_convert
         self.modules_to_not_convert = None if kept is None else globs(kept, "modules_to_not_convert")
@@ -176,10 +176,11 @@ def _conforming(data: dict[str, Any], fields: schema.Check) -> dict[str, Any]:
     return given
 
 
-def _checked(scheme: str | Scheme | Plan, calibration: Calibration | None) -> Scheme | Plan:
+def _checked(scheme: str | Scheme | Plan, calibration: Calibration | None, second_moments: Any) -> Scheme | Plan:
     from qcut.conversion.planning.plan import Plan
-    from qcut.conversion.tasks import uniform_scheme
+    from qcut.conversion.tasks import check_given, uniform_scheme
 
+    check_given(calibration, second_moments)
     if isinstance(scheme, Plan):
         scheme.check()
         return scheme

@@ -12,7 +12,7 @@ from torch import nn
 from qcut import load, save
 from qcut.conversion.calibration.calibrate import calibrate
 from qcut.conversion.quantize import quantize
-from qcut.errors import CheckpointError
+from qcut.errors import CheckpointError, DeviceError, DtypeError
 from qcut.layers.linear import Linear
 from tests.conversion.test_quantize import Tied
 from tests.support import files
@@ -304,3 +304,17 @@ def test_hooks_and_attributes_of_layers_load(tmp_path: Path) -> None:
     quantize(model, "w8a8", progress=False)
     save(model, tmp_path)
     assert torch.equal(load(tmp_path, model=Hooked, progress=False)(x), model(x))
+
+
+def test_arguments_of_other_types_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DtypeError, match="directory: found NoneType; a path is needed"):
+        load(None)  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match="directory: found int"):
+        save(tiny_lm(), 3)  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match="model: found a int"):
+        save(3, tmp_path)  # type: ignore[arg-type]
+    save(quantized("plain"), tmp_path)
+    with pytest.raises(DtypeError, match="model: found int; a function that makes the model"):
+        load(tmp_path, model=3)  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match="device: found 'gpu'"):
+        load(tmp_path, device="gpu")
