@@ -155,10 +155,11 @@ def _used_otherwise(
     module: nn.Module, function: FunctionType, below: list[nn.Module], replacement: Any
 ) -> Iterator[nn.Module]:
     """The modules of which a function takes an attribute that the replacement has not."""
+    candidates = {id(layer) for layer in below}
     for path, container, attribute, conditions in code_of(function.__code__).attributes:
         if may_run(module, conditions):
             for layer in modules_at(module, path, container):
-                if not is_kept(layer, attribute, replacement):
+                if id(layer) in candidates and not is_kept(layer, attribute, replacement):
                     yield layer
     names = frozenset() if is_library_code(function) else names_of(function)
     for layer in below:
@@ -169,10 +170,10 @@ def _used_otherwise(
 
 @cache
 def _own_names(cls: Any, replacement: Any) -> frozenset[str]:
-    """Names of what a subclass of a library's class adds to it, and the replacement has not."""
-    own = [each for each in cls.__mro__ if each.__module__.partition(".")[0] not in ("torch", "transformers")]
+    """Names of what a class of a layer has, and the replacement has not."""
+    own = [each for each in cls.__mro__ if each.__module__.partition(".")[0] != "transformers"]
     names = {name for each in own for name in vars(each) if not name.startswith("__")}
-    return frozenset(name for name in names if not hasattr(nn.Linear, name) and not hasattr(replacement, name))
+    return frozenset(name for name in names if not hasattr(replacement, name))
 
 
 def is_kept(layer: nn.Module, attribute: str, replacement: Any) -> bool:

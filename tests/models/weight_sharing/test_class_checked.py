@@ -260,7 +260,7 @@ ALL = {"a", "b", "list.0", "list.1"}
         (OfDefault, ALL),
         (OwnMethod, {"a", "b"}),
         (OwnMethodOfAny, {"a", "b"}),
-        (Tries, {"a"}),
+        (Tries, ALL),
         (Harmless, set()),
     ],
 )
