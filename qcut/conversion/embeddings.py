@@ -10,11 +10,12 @@ from torch import nn
 from qcut.conversion.fitting import rotatable
 from qcut.conversion.report import LayerReport
 from qcut.conversion.tasks import Task
-from qcut.errors import ConfigError
-from qcut.layers.embedding import Embedding, check_table
+from qcut.errors import ConfigError, UnsupportedError
+from qcut.layers.embedding import RESERVED, Embedding, check_table
 from qcut.layers.linear import Linear
-from qcut.models.modules import tensor_key, weight_nk, weight_of
-from qcut.models.selection import DEFAULT_SKIP, linear_layers, matches
+from qcut.models.modules import keep_hooks, kept_attributes, tensor_key, weight_nk, weight_of
+from qcut.models.selection import DEFAULT_SKIP, held_elsewhere, linear_layers, matches
+from qcut.models.weight_sharing.readers import class_checked, layers_read
 from qcut.schemes import Scheme, parse_scheme
 
 
@@ -23,13 +24,14 @@ def classifier_tasks(model: nn.Module, tables: dict[str, nn.Embedding], embeddin
 
     Raises:
         ConfigError: an unknown scheme, or one that tables cannot have.
-        UnsupportedError: a table that `qcut.Embedding` does not take (named).
+        UnsupportedError: a table that `qcut.Embedding` does not take, or that code does more with than call it (named).
     """
     scheme = parse_scheme(embeddings)
     if scheme.is_float or scheme.needs_range:
         raise ConfigError(f"embeddings: scheme {scheme.name!r} is not for tables; use w8a16, w8a8 or a codebook")
     for name, table in tables.items():
         check_table(table, name)
+    _check_uses(model, tables)
     shared = {tensor_key(module.weight) for module in tables.values()}
     given: Any = getattr(model, "get_output_embeddings", None)
     head = given() if callable(given) else None
@@ -39,6 +41,30 @@ def classifier_tasks(model: nn.Module, tables: dict[str, nn.Embedding], embeddin
             served, note = rotatable(scheme, weight_nk(module).shape[1])
             tasks[name] = Task(module, served, note=note)
     return tasks
+
+
+def _check_uses(model: nn.Module, tables: dict[str, nn.Embedding]) -> None:
+    """Check that the rest of the model only calls its tables, or asks for what quantized ones have too."""
+    given = tables.values()
+    read, checked, held = (
+        layers_read(model, given),
+        class_checked(model, given, Embedding),
+        held_elsewhere(model, given),
+    )
+    for name, table in tables.items():
+        reason = "" if id(table) not in read else f"{read[id(table)]} reads its weight itself, without calling it"
+        if id(table) in checked:
+            reason = f"{checked[id(table)]} checks its class, or uses what a quantized embedding has not"
+        if id(table) in held:
+            reason = f"it is also held outside of the model's modules ({held[id(table)]})"
+        if taken := RESERVED & kept_attributes(table).keys():
+            reason = (
+                f"it has an attribute {min(taken)!r} of its own, which a quantized embedding has in another meaning"
+            )
+        if reason:
+            raise UnsupportedError(
+                f"embedding {name!r}: {reason}; allowed: one that is only called, or embeddings=None"
+            )
 
 
 def quantized_table(
@@ -51,10 +77,12 @@ def quantized_table(
     """A quantized embedding, tied to the layer that has its weight, or to an earlier table."""
     owner = owners.get(tensor_key(module.weight))
     if owner is not None:
-        return Embedding.tied_to(owner, module.weight.dtype).train(module.training)
-    served, _ = rotatable(parse_scheme(scheme or "w8a16"), module.weight.shape[1])
-    made = Embedding.from_float(module, served, device=device, name=name)
-    owners[tensor_key(module.weight)] = made.linear
+        made = Embedding.tied_to(owner, module.weight.dtype).train(module.training)
+    else:
+        served, _ = rotatable(parse_scheme(scheme or "w8a16"), module.weight.shape[1])
+        made = Embedding.from_float(module, served, device=device, name=name)
+        owners[tensor_key(module.weight)] = made.linear
+    keep_hooks(module, made)
     return made
 
 

@@ -15,11 +15,16 @@ from torch import Tensor, nn
 
 from qcut.errors import DtypeError, QuantizationError, UnsupportedError, layer_prefix
 from qcut.layers.linear import Linear
+from qcut.models.classes import computes_its_own, is_called_as_written
 from qcut.models.modules import WEIGHT_DTYPES, dtype_name, is_linear, tensor_key, weight_dtype_names, weight_of
 from qcut.ops.checks import check_indices
 from qcut.schemes import Scheme
 
 _ID_DTYPES = (torch.int32, torch.int64)
+
+
+RESERVED = frozenset({"dtype", "linear", "scheme", "table", "tied"})
+"""Attributes of quantized embeddings that a float one may not have as well."""
 
 
 class Embedding(nn.Module):
@@ -193,6 +198,11 @@ def check_table(module: nn.Module, name: str | None = None) -> nn.Embedding:
     where = layer_prefix(name)
     if not isinstance(module, nn.Embedding) or not is_table(module):
         raise UnsupportedError(f"{where}cannot quantize a {type(module).__name__}; allowed: nn.Embedding")
+    cls = type(module)
+    if "forward" in vars(module) or not is_called_as_written(cls) or not computes_its_own(nn.Embedding):
+        raise UnsupportedError(f"{where}a {cls.__name__} that is called otherwise than by nn.Embedding's own forward")
+    if "weight" not in module._parameters:
+        raise UnsupportedError(f"{where}its weight is computed from other parameters; a quantized embedding takes none")
     for key in ("max_norm", "scale_grad_by_freq", "sparse"):
         if value := getattr(module, key):
             raise UnsupportedError(f"{where}{key} is {value}; a quantized embedding takes none")

@@ -38,13 +38,13 @@ _STATE_HOOKS = (
 )
 
 
-_PLAIN = frozenset({*vars(nn.Linear(1, 1, device="meta")), "nf", "nx"})
-"""What every linear layer has in its ``__dict__``."""
+_PLAIN = frozenset({*vars(nn.Linear(1, 1, device="meta")), *vars(nn.Embedding(1, 1, device="meta")), "nf", "nx"})
+"""What every linear layer, or every table, has in its ``__dict__``."""
 
 
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes that somebody has given to a linear layer, which `keep_hooks` gives to what replaces it."""
-    given = vars(module).items() if looks_linear(module) else ()
+    """The attributes that somebody has given to a linear layer or a table, which `keep_hooks` gives to a successor."""
+    given = vars(module).items() if looks_linear(module) or isinstance(module, nn.Embedding) else ()
     return {key: value for key, value in given if key not in _PLAIN and not key.startswith("_")}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +273,70 @@ def test_saved_embeddings_are_checked(tmp_path: Path):
         path.write_text(json.dumps(data))
         with pytest.raises(CheckpointError, match=message):
             qcut.load(tmp_path, progress=False, verify=False)
+
+
+class Reader(nn.Module):
+    """A table of tokens, its classifier, and code that does something with the table."""
+
+    def __init__(self, use: Callable[[Any], Any] = lambda model: 1.0) -> None:
+        super().__init__()
+        self.words, self.middle, self.use = nn.Embedding(96, 64), nn.Linear(64, 64), use
+        self.lm_head = nn.Linear(64, 96, bias=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        y: Tensor = self.lm_head(self.middle(self.words(input_ids))) * self.use(self)
+        return y
+
+
+def given(change: Callable[[Any], object]) -> Reader:
+    model = Reader()
+    change(model)
+    return model
+
+
+def norms(model: Any) -> Any:
+    return sum(p.norm() for p in model.words.parameters())
+
+
+USED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "weight": (lambda: Reader(lambda m: m.words.weight.norm()), "reads its weight itself"),
+    "parameters": (lambda: Reader(norms), "reads its weight itself"),
+    "class": (lambda: Reader(lambda m: 2 if isinstance(m.words, nn.Embedding) else 1), "checks its class"),
+    "method": (lambda: Reader(lambda m: callable(m.words.from_pretrained)), "uses what a quantized embedding has not"),
+    "held": (lambda: given(lambda m: m.__dict__.update(again=[m.words])), "Reader.again"),
+    "dtype": (lambda: given(lambda m: setattr(m.words, "dtype", 16)), "has an attribute 'dtype' of its own"),
+    "forward": (lambda: given(lambda m: setattr(m.words, "forward", m.words.forward)), "called otherwise than by"),
+}
+
+
+@pytest.mark.parametrize("what", USED)
+def test_tables_used_otherwise_are_refused(what: str) -> None:
+    make, words = USED[what]
+    model = make()
+    with pytest.raises(UnsupportedError, match=words):
+        quantize(model, "w8a8", include=["middle"], embeddings="w8a16", progress=False)
+    assert type(model.middle) is nn.Linear
+
+
+def test_hooks_and_attributes_of_tables_stay() -> None:
+    model, ids = Reader(lambda m: getattr(m.words, "gain", 1.0)), torch.arange(8)[None]
+    model.words.gain = 3.0  # type: ignore[assignment]
+    model.words.register_forward_hook(lambda module, args, y: 2 * y)
+    want = model(ids)
+    quantize(model, "int16x8", embeddings="w8a16", progress=False)
+    assert isinstance(model.words, Embedding)
+    torch.testing.assert_close(model(ids), want, rtol=0.05, atol=0.02 * float(want.detach().abs().max()))
+
+
+def test_parametrized_tables_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="its weight is computed from other parameters"):
+        Embedding.from_float(nn.utils.parametrizations.orthogonal(nn.Embedding(96, 64)), "w8a16")
+
+
+def test_replaced_function_of_torch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.functional, "embedding", lambda *a, **b: None)
+    with pytest.raises(UnsupportedError, match="called otherwise than by"):
+        Embedding.from_float(nn.Embedding(8, 64), "w8a16")

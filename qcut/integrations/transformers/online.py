@@ -224,6 +224,7 @@ class OnlineLoading:
             keep_hooks(task.module, layer)
             replacements[id(task.module)] = layer.train(task.module.training)
         for name, table in self._work.tables.items():
+            keep_hooks(table, self._tables[name])
             replacements[id(table)] = self._tables[name].train(table.training)
         sizes = {tensor_key(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
         with self._laid_open(model):
