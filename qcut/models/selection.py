@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from qcut.errors import ConfigError, DtypeError, QuantizationError, UnsupportedError
 from qcut.models.modules import ExpertsModule, Quantized, expert_count, looks_linear, own_ways, weight_nk
-from qcut.models.weight_sharing.functions import modules_inside
+from qcut.models.weight_sharing.functions import modules_inside, outer_values
 from qcut.models.weight_sharing.readers import class_checked, layers_read
 
 DEFAULT_SKIP = ("lm_head",)
@@ -258,15 +258,24 @@ def _adapters(model: nn.Module) -> dict[int, str]:
 
 
 def held_elsewhere(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]:
-    """Layers, by id, that a module also holds as plain data, out of reach for replacement, and the class's name."""
+    """Layers, by id, that are held as plain data too, where no replacement reaches them, and the name of the place.
+
+    Places are attributes of modules and of their classes, and what functions of the model's author name.
+    """
     candidates = {id(layer) for layer in layers}
     found: dict[int, str] = {}
-    for module in model.modules():
-        for key, value in vars(module).items():
-            if key not in _REGISTERED:
-                for part in modules_inside(value):
-                    if id(part) in candidates:
-                        found.setdefault(id(part), f"{type(module).__name__}.{key}")
+    held = [
+        (f"{type(module).__name__}.{key}", modules_inside(value))
+        for module in model.modules()
+        for key, value in vars(module).items()
+        if key not in _REGISTERED
+    ]
+    # Globals may hold anything: those far inside are not looked for.
+    outer = [(place, modules_inside(value, 2)) for place, value in outer_values(model)] if candidates else []
+    for place, parts in (*held, *outer):
+        for part in parts:
+            if id(part) in candidates:
+                found.setdefault(id(part), place)
     return found
 
 

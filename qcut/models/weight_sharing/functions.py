@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from qcut.models.classes import codes_in
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "diffusers")
 _KNOWN = (*_LIBRARIES, "builtins", "collections", "functools", "types")
 """Packages with objects that hold no code of a model's author."""
+_LEAVES = (str, bytes, int, float, Tensor, type, FunctionType, ModuleType)
 WALKS = ("children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "__dict__", "vars")
 """Names by which code comes to modules without their names."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -92,27 +95,51 @@ def mentions(model: nn.Module, names: Sequence[str], known: type) -> bool:
 
 
 def modules_inside(value: Any, depth: int = 4) -> Iterator[nn.Module]:
-    """The modules in plain data: in lists, tuples, sets, dicts, partial and bound functions, and objects."""
+    """The modules in plain data: in containers, weak references, partial and bound functions, and objects."""
     if isinstance(value, nn.Module):
         yield value
-    elif depth and value is not None and not isinstance(value, (str, bytes, int, float, Tensor, type, FunctionType)):
+    elif depth and value is not None and not isinstance(value, _LEAVES):
         parts: list[Any] = []
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             parts = [*value.values(), *value]
-        elif isinstance(value, (list, tuple, set, frozenset)):
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
             parts = list(value)
+        elif isinstance(value, weakref.ReferenceType):
+            parts = [value()]
         elif isinstance(value, functools.partial):
             parts = [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, MethodType):
             parts = [value.__self__]
-        elif type(value).__module__.partition(".")[0] not in _LIBRARIES and hasattr(value, "__dict__"):
-            parts = list(vars(value).values())
+        elif type(value).__module__.partition(".")[0] not in _KNOWN:
+            parts = list(_attributes_of(value))
         for part in parts:
             yield from modules_inside(part, depth - 1)
     elif isinstance(value, FunctionType):
         for one in enclosed(value).values():
             if isinstance(one, nn.Module):
                 yield one
+
+
+def _attributes_of(value: Any) -> Iterator[Any]:
+    """The attributes of an object of any class, those in ``__slots__`` included."""
+    yield from getattr(value, "__dict__", {}).values()
+    for cls in type(value).__mro__:
+        for member in vars(cls).values():
+            if isinstance(member, MemberDescriptorType):
+                with suppress(AttributeError):  # not set
+                    yield member.__get__(value)
+
+
+def outer_values(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What the code of a model's author has outside of the model's objects, by name: of its classes, and globals."""
+    classes: set[Any] = {cls for module in model.modules() for cls in type(module).__mro__}
+    for cls in classes:
+        if cls.__module__.partition(".")[0] not in _KNOWN:
+            yield from ((f"{cls.__name__}.{name}", value) for name, value in vars(cls).items() if name[:2] != "__")
+    for function in {one for _, functions in reached(model) for one in functions}:
+        if home_of(function).partition(".")[0] not in _KNOWN:
+            named = ((name, function.__globals__.get(name)) for name in names_in(function.__code__))
+            yield from (one for one in [*named, *enclosed(function).items()] if not callable(one[1]))
 
 
 @cache

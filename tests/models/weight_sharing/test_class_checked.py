@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -318,6 +320,42 @@ def test_layers_held_as_plain_data_stay() -> None:
     model = Base()
     model.__dict__["first"] = [model.a]
     assert "held outside of the model's modules (Base.first)" in linear_layers(model)[1]["a"]
+
+
+OUTSIDE: dict[str, nn.Module] = {}
+
+
+class Slots:
+    __slots__ = ("layer",)
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+
+class OfClass(Base):
+    held: ClassVar[list[nn.Module]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + self.held[0](x)
+
+
+class OfGlobal(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + OUTSIDE["layer"](x)
+
+
+def test_layers_held_in_other_places_stay() -> None:
+    model = OfClass()
+    OfClass.held[:] = [model.a]
+    assert "(OfClass.held)" in linear_layers(model)[1]["a"]
+    model = OfGlobal()  # type: ignore[assignment]
+    OUTSIDE["layer"] = model.a
+    assert set(linear_layers(model)[1]) == {"a"}
+    assert "(OUTSIDE)" in linear_layers(model)[1]["a"]
+    for held in (weakref.ref, Slots, lambda layer: deque([layer])):
+        model = Base()  # type: ignore[assignment]
+        model.__dict__["again"] = held(model.b)
+        assert "(Base.again)" in linear_layers(model)[1]["b"]
 
 
 class Conv1D(nn.Module):
