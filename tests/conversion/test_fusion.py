@@ -199,7 +199,7 @@ def test_class_whose_forward_was_replaced_is_not_fused(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "module"), [("relu", nn.ReLU()), ("silu", nn.SiLU()), ("gelu", nn.GELU())])
-def test_function_of_torch_that_was_replaced_is_not_fused(name, module, monkeypatch):
+def test_replaced_function_of_torch_is_not_fused(name, module, monkeypatch):
     model = nn.Sequential(nn.Linear(64, 64), module)
     assert len(fusible_activations(model)) == 1
     monkeypatch.setattr(nn.functional, name, lambda x, **_: x.sin())
