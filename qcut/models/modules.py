@@ -38,8 +38,14 @@ _STATE_HOOKS = (
 )
 
 
-_PLAIN = frozenset({*vars(nn.Linear(1, 1, device="meta")), *vars(nn.Embedding(1, 1, device="meta")), "nf", "nx"})
-"""What every linear layer, or every table, has in its ``__dict__``."""
+_PLAIN = frozenset(
+    {
+        *vars(nn.Linear(1, 1, device="meta")),
+        *vars(nn.Embedding(1, 1, device="meta")),
+        *("nf", "nx", "weight", "bias", "forward"),
+    }
+)
+"""What every linear layer, or every table, may have in its ``__dict__``."""
 
 
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
@@ -462,10 +468,10 @@ def as_given(x: Tensor, module: nn.Module) -> Tensor:
     return x.to(weight.device, weight.dtype if weight.is_cuda else x.dtype)
 
 
-def replace_modules(model: nn.Module, new: dict[int, nn.Module]) -> None:
-    """Replace modules, given by id, wherever the model registers them; hooks stay (`keep_hooks`)."""
+def replace_modules(model: nn.Module, new: dict[int, nn.Module], *, hooks: bool = True) -> None:
+    """Replace modules, given by id, wherever the model registers them; with ``hooks``, these stay (`keep_hooks`)."""
     for module in list(model.modules()):
-        if id(module) in new:
+        if hooks and id(module) in new:
             keep_hooks(module, new[id(module)])
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
