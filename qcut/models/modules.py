@@ -40,9 +40,9 @@ _STATE_HOOKS = (
 
 _PLAIN = frozenset(
     {
-        *vars(nn.Linear(1, 1, device="meta")),
-        *vars(nn.Embedding(1, 1, device="meta")),
-        *("nf", "nx", "weight", "bias", "forward"),
+        *vars(nn.Module()),
+        *("in_features", "out_features", "nf", "nx", "weight", "bias", "forward"),
+        *("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
     }
 )
 """What every linear layer, or every table, may have in its ``__dict__``."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qcut import Linear, quantize
-from qcut.models.modules import Quantized
+from qcut.models.modules import Quantized, kept_attributes
 from qcut.models.selection import linear_layers
 
 
@@ -289,6 +289,7 @@ class Flagged(Base):
 
 
 def test_attributes_that_layers_were_given_stay() -> None:
+    assert not any(kept_attributes(new) for new in (nn.Linear(4, 4), nn.Embedding(4, 4, padding_idx=0)))
     model, x = Flagged(), torch.randn(4, 16)
     want = model(x)
     report = quantize(model, "int16x8", allow_growth=True, verify=False, progress=False)
