@@ -3,7 +3,8 @@
 Per output row n and group g of d columns, Pi the group's rotation::
 
     r = (W[n, g] / ||W[n, g]||_2) Pi^T * sqrt(d)
-    f = the one of MULTIPLES with the least ||r - f * codebook[idx(f)]||_2, idx(f)[j] the index nearest to r[j] / f
+    f = the one of MULTIPLES with the least ||r - f * codebook[idx(f)]||_2, idx(f)[j] the index nearest to r[j] / f,
+        or that one times one of CLOSER, if that leaves less
     idx[n, g] = idx(f), c = codebook[idx[n, g]]
     norm[n, g] = ||W[n, g]||_2 * <r, c> / <c, c>
     W'[n, g] = norm[n, g] / sqrt(d) * c Pi
@@ -30,8 +31,9 @@ from qcut.numerics.codebook.rotation import NO_ROTATION, Kind, per_column
 from qcut.numerics.float8 import E4M3
 
 NORM_DTYPES = (torch.float16, torch.float32)
-MULTIPLES = (0.82, 0.9, 0.98, 1.06, 1.14)
-"""Of a group's root mean square: what its codebook values may be multiplied by when they are chosen."""
+MULTIPLES, CLOSER = (0.85, 0.95, 1.05, 1.15), (0.96, 1.04)
+"""Of a group's root mean square: what its codebook values may be multiplied by when they are chosen; then, of the best
+of these."""
 _CACHED = 1 << 20  # elements
 
 
@@ -77,7 +79,8 @@ def quantize(
 ) -> RotatedCodebook:
     """Quantize a weight, or the error that earlier passes left, to the nearest codebook values of its rotated groups.
 
-    A group has the norm with the least squared error: of `MULTIPLES` the best, then, for its indices, the best of all.
+    A group has the norm with the least squared error: of some multiples the best, then, for its indices, the best of
+    all.
 
     Args:
         weight: ``[N, K]`` float16, bfloat16, float32 or float64, any strides.
@@ -149,13 +152,18 @@ def _rounded(numbers: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_multiple(scales: Tensor, squared_error: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of `MULTIPLES` of each scale, the one with the least error, which is of the shape of the scales."""
+    """Of `MULTIPLES` of each scale, and then `CLOSER` ones of the best, that with the least error.
+
+    Args:
+        scales: to be multiplied.
+        squared_error: gives the error of each scale.
+    """
     best, least = scales, torch.full_like(scales, torch.inf)
-    for factor in MULTIPLES:
-        tried = scales * factor
-        error = squared_error(tried)
-        best = torch.where(error < least, tried, best)
-        least = torch.minimum(error, least)
+    for factors in (MULTIPLES, CLOSER):
+        for tried in [best * factor for factor in factors]:
+            error = squared_error(tried)
+            best = torch.where(error < least, tried, best)
+            least = torch.minimum(error, least)
     return best
 
 
