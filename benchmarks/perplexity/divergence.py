@@ -38,7 +38,10 @@ from qcut.schemes import FP8, SCHEME_NAMES, parse_scheme
 FITTED = ("codebook4", "codebook4_pairs", "codebook3", "codebook2")
 """Schemes that are measured fitted and refined, too."""
 SUFFIXES = ("_fitted", "_refined")
-SCHEMES = tuple(name for name in SCHEME_NAMES if not parse_scheme(name).is_float)
+SCHEMES = (
+    *(name for name in SCHEME_NAMES if not parse_scheme(name).is_float),
+    *("codebook4_g32", "codebook4_pairs_g32"),  # of as many bits as other formats have
+)
 OURS = tuple(name + suffix for name in SCHEMES for suffix in ("", *(SUFFIXES if name in FITTED else ())))
 METHODS = (*OURS, *ROUNDINGS)
 KEY = ("model", "method")
