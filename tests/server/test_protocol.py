@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import qcut
-from tests.server.serving import CHATS, COMPLETIONS, NAME, RESPONSES, Served, engine, serving
+from tests.server.serving import CHATS, COMPLETIONS, NAME, RESPONSES, Served, engine, serving, until
 
 TEXT = "The import statement"
 USER = {"role": "user", "content": "What is a list?"}
@@ -286,7 +286,7 @@ def test_a_line_for_each_request(served: Served, caplog: pytest.LogCaptureFixtur
         served.call("POST", COMPLETIONS, {"prompt": "A", "n": "two\nlines"})
         served.call("GET", "/nowhere")
         served.call("GET", "/health")
-        served.idle()
+        until(lambda: len(caplog.records) >= 3, lambda: caplog.records)  # lines come after answers
     lines = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in lines] == ["INFO", "WARNING", "WARNING"]
     read = len(served.alone.tokenizer(TEXT)["input_ids"])
