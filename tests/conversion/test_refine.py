@@ -149,7 +149,7 @@ def test_what_is_refused():
 def test_a_worse_model_is_refused_and_undone():
     model, reference = pair("codebook4")
     state = copy.deepcopy(model.state_dict())
-    wild = {"rate": 5.0, "code_rate": 0.0, "steps": 6, "progress": False}
+    wild = {"rate": 3.0, "code_rate": 0.0, "steps": 6, "progress": False}
     with pytest.raises(QuantizationError, match=r"verify: the loss on a batch is .* after refining, and was"):
         qcut.refine(model, reference, texts(2), **wild)
     other = copy.deepcopy(reference)
