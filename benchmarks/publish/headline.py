@@ -123,7 +123,7 @@ def _quality(rows: Rows) -> list[list[str]]:
         value = f"{float(row['divergence']):.4f}"
         return f"{f'**{value}**' if is_best else value} ({name}, {float(row['bits']):.2f} bits)"
 
-    title = "divergence from float, 4-bit weights, a GPT-2 of 14M"
+    title = "divergence from float at 4 bits, a GPT-2 of 14M (others: rounded)"
     return [[title, "0", cell(own, name, not lost), cell(other, other["method"], lost)]]
 
 
