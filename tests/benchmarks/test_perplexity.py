@@ -168,8 +168,9 @@ def test_fitted_embeddings_are_nearer(encoder_folder: Path, tmp_path: Path, caps
         ("w8a8", "rounded"),
     ]
     means = [float(row["mean_cosine"]) for row in rows]
-    assert means[0] < means[1] < means[2] < means[4] <= 1
-    assert means[2] < means[3] < 1
+    # Of so small a model neither of the fits is nearer for certain.
+    assert means[0] + 0.1 < min(means[1:3])
+    assert max(means[1:3]) < means[3] < means[4] <= 1
     assert all(float(row["least_cosine"]) < mean for row, mean in zip(rows, means, strict=True))
     assert "| tiny | codebook2 | 0." in capsys.readouterr().out
 
