@@ -109,6 +109,13 @@ def _by_head(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
 
 
+def _experts(module: str, router: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """Places of a mixture's router and experts; the latter are below ``module.experts``."""
+    parts = {"gate": gate, "up": up, "down": down}
+    stacks = {f"ffn_{part}_exps": f"{module}.experts.{name}" for part, name in parts.items()}
+    return {"ffn_gate_inp": f"{module}.{router}", **stacks}
+
+
 def _shared(name: str) -> dict[str, str]:
     """Places of the experts that all tokens take."""
     return {f"ffn_{part}_shexp": f"mlp.{name}.{part}_proj" for part in ("gate", "up", "down")}
@@ -144,12 +151,8 @@ _ATTENTION = {
 }
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-}
+_EXPERTS = _experts("mlp", "gate", "{}.gate_proj", "{}.up_proj", "{}.down_proj")
+_FUSED = "router", "gate_up_proj", "gate_up_proj", "down_proj"
 _SOFTMAX = {"expert_gating_func": (0, 1), "expert_weights_scale": (0, 1)}
 _COUNTS = {"expert_count": Number("num_experts"), "expert_used_count": Number("num_experts_per_tok")}
 _SILU = {"hidden_act": "silu"}
@@ -170,13 +173,7 @@ _MIXTRAL = replace(
     _LLAMA,
     model_type="mixtral",
     class_name="MixtralForCausalLM",
-    layer={
-        **_ATTENTION,
-        "ffn_gate_inp": "block_sparse_moe.gate",
-        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-    },
+    layer={**_ATTENTION, **_experts("block_sparse_moe", "gate", "{}.w1", "{}.w3", "{}.w2")},
     numbers={**_LLAMA.numbers, **_COUNTS, "expert_count": Number("num_local_experts")},
     neutral={**_LLAMA.neutral, **_SOFTMAX, "expert_weights_norm": (True,)},
     count="num_local_experts",
@@ -239,10 +236,7 @@ _GPT_OSS = replace(
         **{stem: _ATTENTION[stem] for stem in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")},
         "attn_sinks": "self_attn.sinks",
         "post_attention_norm": "post_attention_layernorm",
-        "ffn_gate_inp": "mlp.router",
-        "ffn_gate_exps": "mlp.experts.gate_up_proj",
-        "ffn_up_exps": "mlp.experts.gate_up_proj",
-        "ffn_down_exps": "mlp.experts.down_proj",
+        **_experts("mlp", *_FUSED),
     },
     numbers={
         **_QWEN3.numbers,
@@ -266,13 +260,7 @@ _GRANITE_MOE = replace(
     _LLAMA,
     model_type="granitemoe",
     class_name="GraniteMoeForCausalLM",
-    layer={
-        **_ATTENTION,
-        "ffn_gate_inp": "block_sparse_moe.router",
-        "ffn_gate_exps": "block_sparse_moe.experts.gate_up_proj",
-        "ffn_up_exps": "block_sparse_moe.experts.gate_up_proj",
-        "ffn_down_exps": "block_sparse_moe.experts.down_proj",
-    },
+    layer={**_ATTENTION, **_experts("block_sparse_moe", *_FUSED)},
     numbers={
         **_MIXTRAL.numbers,
         "attention.scale": Number(
