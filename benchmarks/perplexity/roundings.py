@@ -1,7 +1,7 @@
 """Formats of weights of other libraries, with plain rounding: what they hold of a float weight, and in how many bits.
 
 Each function takes a weight, float32 ``[N, K]``, and returns a `Rounded`. No data goes in, as with qcut's schemes that
-are rounded and not fitted. The formats are published by those who are named; the code is this file's own.
+are rounded and not fitted. The formats are published by those who are named.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.numerics.codebook import float4, lloyd_max
+from qcut.numerics.codebook import lloyd_max
+from qcut.numerics.codebook.quantizer import dequantize, quantize_plain
 from qcut.numerics.float8 import E4M3
 
 
@@ -82,6 +83,20 @@ def dynamic_floats(device: torch.device) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
+def plain(weight: Tensor, group: int, levels: str, norm_bits: int, norm_dtype: torch.dtype = torch.float16) -> Rounded:
+    """A format that qcut has too, by `qcut.numerics.codebook.quantizer.quantize_plain`, with the scales' own bits.
+
+    Args:
+        weight: float32 ``[N, K]``.
+        group: columns with a scale.
+        levels: see `qcut.schemes.Codebook`.
+        norm_bits: of a scale, as the format stores it.
+        norm_dtype: of a scale, as qcut stores it.
+    """
+    found = quantize_plain(weight, 4, group_size=group, levels=levels, norm_dtype=norm_dtype)
+    return Rounded(dequantize(found), 4 * weight.numel() + norm_bits * found.norms.numel())
+
+
 def int4(weight: Tensor, *, symmetric: bool) -> Rounded:
     """4-bit integers in groups of 128 columns with a float16 scale, as GPTQ's, AWQ's and others' files have them.
 
@@ -90,18 +105,17 @@ def int4(weight: Tensor, *, symmetric: bool) -> Rounded:
 
     Source: ``Quantizer`` of GPTQ (Frantar et al., 2022); compressed-tensors' ``calculate_qparams``.
     """
+    if symmetric:
+        return plain(weight, 128, "steps", 16)
     found, groups = [], 0
     for w in weight.split(128, 1):
         low, high = w.amin(1, keepdim=True).clamp(max=0), w.amax(1, keepdim=True).clamp(min=0)
-        if symmetric:
-            high = torch.maximum(-low, high)
-            low = -high
         scale = (high - low) / 15
         scale = torch.where(scale > 0, scale, 1.0).half().float()
-        zero = torch.full_like(scale, 8.0) if symmetric else (-low / scale).round()
+        zero = (-low / scale).round()
         found.append((((w / scale).round() + zero).clamp(0, 15) - zero) * scale)
         groups += len(scale)
-    return Rounded(torch.cat(found, 1), 4 * weight.numel() + (16 if symmetric else 20) * groups)
+    return Rounded(torch.cat(found, 1), 4 * weight.numel() + 20 * groups)
 
 
 def q4_0(weight: Tensor) -> Rounded:
@@ -192,9 +206,7 @@ def mxfp4(weight: Tensor) -> Rounded:
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 and 6.3.
     """
-    blocks = weight.unflatten(1, (-1, 32))
-    scale = float4.scales(blocks.abs().amax(2, keepdim=True))
-    return Rounded(_e2m1(blocks, scale).flatten(1), 4 * weight.numel() + 8 * scale.numel())
+    return plain(weight, 32, "e2m1", 8)
 
 
 def nvfp4(weight: Tensor) -> Rounded:
@@ -202,18 +214,8 @@ def nvfp4(weight: Tensor) -> Rounded:
 
     Source: compressed-tensors' ``quantization/utils/helpers.py``; `qcut.numerics.codebook.float4` has the formula.
     """
-    blocks = weight.unflatten(1, (-1, 16))
-    whole = float4.global_scale(weight.abs().amax())
-    norms = float4.e4m3_norms(blocks.abs().amax(2, keepdim=True), whole)
-    return Rounded(_e2m1(blocks, norms.float() / whole).flatten(1), 4 * weight.numel() + 8 * norms.numel() + 32)
-
-
-def _e2m1(blocks: Tensor, scale: Tensor) -> Tensor:
-    """Blocks of weights rounded to the nearest 4-bit float times a scale."""
-    codes = torch.searchsorted(
-        float4.boundaries(blocks.device), (blocks / torch.where(scale > 0, scale, 1.0)).contiguous()
-    )
-    return float4.values(blocks.device)[codes] * scale
+    found = plain(weight, 16, "e2m1", 8, E4M3)
+    return found._replace(bits=found.bits + 32)
 
 
 TILE = (8, 64)
