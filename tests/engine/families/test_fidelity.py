@@ -166,7 +166,7 @@ OTHERWISE: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     ),
     "no layers": ("llama", lambda m: setattr(m.model, "layers", nn.ModuleList()), ("model.layers is empty",)),
     "no weights": ("llama", lambda m: m.to("meta"), ("model.embed_tokens.weight is on the meta device",)),
-    "body alone": ("llama", lambda m: setattr(m, "__class__", type(m.model)), ("is not the", "LlamaForCausalLM")),
+    "only the body": ("llama", lambda m: setattr(m, "__class__", type(m.model)), ("is not the", "LlamaForCausalLM")),
     "layer used twice": (
         "llama",
         lambda m: m.model.layers.__setitem__(1, m.model.layers[0]),
