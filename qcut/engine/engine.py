@@ -449,9 +449,8 @@ class Engine:
         detokenizer = self._detokenizer(options.skip_special_tokens)
         stops, strings = stops_of(options.stop, text=detokenizer is not None)
         settings, least = self.settings, options.min_new_tokens
-        matcher = None
-        if options.constraint is not None:
-            matcher = self._grammars.matcher(options.constraint)
+        constraint = options.constraint
+        if constraint is not None:
             stops = stops.union(self.end_tokens)
         return [
             make(
@@ -465,7 +464,7 @@ class Engine:
                 sampling=settings.sampling(options.sampling),
                 bans=settings.bans(sorted(stops), length, least),
                 least=least or 0,
-                matcher=None if matcher is None else matcher.copy(),
+                matcher=None if constraint is None else self._grammars.matcher(constraint),
             )
             for i, (ids, length) in enumerate(zip([prompt.tolist() for prompt in prompts], lengths, strict=True))
         ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Literal, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from qcut.engine.likelihoods import LogProbability, likelihoods
 from qcut.engine.runner import DecodeLoop, HostCopy, ModelRunner
 from qcut.engine.speculation import Choose, DraftedLoop, DraftRecord, drafted_loop, next_width
 from qcut.numerics.sampling import Ban, History, Rows, Sampling, only_allowed, sample
-from qcut.text.matcher import Matcher
+from qcut.text.matcher import Matcher, write_masks
 from qcut.text.sequence_text import SequenceText
 
 Reason = Literal["stop", "length", "context", "cancelled"]
@@ -170,8 +171,8 @@ class SequenceState:
         plain = sampling.greedy and not (sampling.penalizes or sampling.logit_bias or self.bans)
         return plain and self.matcher is None
 
-    def allowed(self) -> bytes | None:
-        """The tokens that may come after those that are queued, as `Matcher.mask` has them; None: all.
+    def followed(self) -> Matcher | None:
+        """Its matcher after the tokens that are queued, if there is one and the answer goes on.
 
         Waits for the last queued token.
         """
@@ -181,10 +182,12 @@ class SequenceState:
         if self.newest is not None and matcher.count < self.queued:
             copy, index = self.newest
             matcher.consume(copy.wait()[index])
+        return matcher if matcher.goes_on else None
+
+    def banned(self) -> Iterator[int]:
+        """Ids that the first token that no queued step chooses may not be."""
         place = self.next_position
-        return matcher.mask(
-            token for ban in self.bans if ban.until is None or place < ban.until for token in ban.tokens
-        )
+        return (token for ban in self.bans if ban.until is None or place < ban.until for token in ban.tokens)
 
     @property
     def generated(self) -> Generated:
@@ -347,7 +350,10 @@ class _BatchSampling:
 
     def choose(self, logits: Tensor, history: History | None) -> Tensor:
         """The next tokens, int64 ``[n]``."""
-        tokens = sample(logits, self._rows, self._indices, self._positions, history)
+        rows = self._rows
+        if rows.greedy and rows.biases is None and not rows.penalizes:
+            return cast(Tensor, torch.ops.qcut.argmax(logits))
+        tokens = sample(logits, rows, self._indices, self._positions, history)
         self._positions.add_(1)
         return tokens
 
@@ -455,14 +461,13 @@ class SequenceBatch(Generic[S]):
 
     def _only_allowed(self, logits: Tensor, sequences: Sequence[S]) -> Tensor:
         """Logits with -Inf for tokens that constraints do not allow."""
-        found = {row: allowed for row, each in enumerate(sequences) if (allowed := each.allowed()) is not None}
+        found = [(row, matcher, each) for row, each in enumerate(sequences) if (matcher := each.followed()) is not None]
         if not found:
             return logits
-        rows = torch.tensor(list(found), dtype=torch.int64, device="cpu")
-        bits = torch.frombuffer(bytearray().join(found.values()), dtype=torch.uint8).view(len(found), -1)
-        if self._device.type == "cuda":
-            rows, bits = rows.pin_memory(), bits.pin_memory()
-        return only_allowed(logits, *(part.to(self._device, non_blocking=True) for part in (rows, bits)))
+        shape, pinned = (len(sequences), found[0][1].words), self._device.type == "cuda"
+        masks = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned, device="cpu")
+        write_masks([(row, matcher, each.banned()) for row, matcher, each in found], masks.numpy().view(np.uint32))
+        return only_allowed(logits, masks.to(self._device, non_blocking=True))
 
     def _drafted_step(self, loop: DraftedLoop) -> NewTokens[S]:
         sequences = self.sequences

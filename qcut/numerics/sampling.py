@@ -305,23 +305,22 @@ def penalized(logits: Tensor, settings: Sampling | Rows, history: History) -> Te
     return torch.where(held, x - presence, x)
 
 
-def only_allowed(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
-    """Logits with -Inf for tokens that are not allowed in some rows.
+def only_allowed(logits: Tensor, masks: Tensor) -> Tensor:
+    """Logits with -Inf for tokens that are not allowed.
 
     Args:
         logits: ``[B, V]`` of any floating-point dtype.
-        rows: int64 ``[R]`` on the same device, each once.
-        bits: uint8 ``[R, ceil(V / 8)]`` on the same device; bit v % 8 of byte v // 8 says whether token v is allowed.
+        masks: int32 ``[B, W]`` on the same device, W at least V / 32; bit v % 32 of word v // 32 says whether token v
+            is allowed.
 
     Returns:
         ``[B, V]`` of the same dtype, a copy.
 
     Exactness: bitwise.
     """
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    allowed = (bits[:, :, None] >> shifts & 1).flatten(1)[:, : logits.shape[1]].bool()
-    logits = logits.detach()
-    return logits.index_copy(0, rows, logits[rows].masked_fill_(~allowed, -math.inf))
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=masks.device)
+    barred = (masks.view(torch.uint8)[:, :, None] & bits == 0).flatten(1)[:, : logits.shape[1]]
+    return logits.detach().masked_fill(barred, -math.inf)
 
 
 def sample(

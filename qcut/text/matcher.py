@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qcut.common.failures import is_interrupt, line_of
 from qcut.common.versions import install, numbers
@@ -18,7 +20,7 @@ from qcut.errors import ConstraintError, RequestError
 from qcut.text.constraint import Constraint, Kind
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 # llguidance's own limits, below its defaults: the initial ones bound the work of a request's first mask, those of a
@@ -76,9 +78,8 @@ thread = threading.Thread(target=check)
 thread.start()
 thread.join()
 """
-_KEPT = 32
-"""Constraints with a first matcher that is kept: the next request with the same constraint copies it."""
 _SHOWN = 400
+_ALL = np.uint32(0xFFFFFFFF)
 T = TypeVar("T")
 
 
@@ -94,20 +95,18 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, tuple(ends)
         self._tokens: LLTokenizer | None = None
-        self._kept: OrderedDict[Constraint, Matcher] = OrderedDict()
         self._lock = threading.Lock()
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """A matcher of an answer's first token, with its mask computed.
 
+        Matchers share nothing that changes: copies of llguidance's share one lock and the states of one lexer, whose
+        limits would end all answers of a constraint as soon as one exceeds them.
+
         Raises:
             ConstraintError: llguidance is missing; the model has no tokenizer of the library tokenizers, or no token
                 that ends texts; or llguidance does not take the constraint. The message says where it is wrong.
         """
-        with self._lock:
-            if constraint in self._kept:
-                self._kept.move_to_end(constraint)
-                return self._kept[constraint].copy()
         tokens, limits = self._prepared()
         from llguidance import LLMatcher
 
@@ -117,17 +116,13 @@ class Grammars:
             if message:
                 raise ValueError(message)
             found = LLMatcher(tokens, _grammar(constraint), log_level=0, limits=limits)
-            matcher = Matcher(found, self._vocabulary, self._ends)
-            matcher.allowed()
+            matcher = Matcher(found, self._vocabulary, self._ends, (size + 31) // 32)
+            matcher.keep_first_mask()
         except BaseException as error:  # a panic in Rust is no Exception
             if is_interrupt(error):
                 raise
             raise ConstraintError(f"{constraint}: {_message(error)}; allowed: {_ALLOWED[constraint.kind]}") from None
-        with self._lock:
-            self._kept[constraint] = matcher
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-            return matcher.copy()
+        return matcher
 
     def _prepared(self) -> tuple[LLTokenizer, LLParserLimits]:
         """The tokens as llguidance has them, made once, and the limits of a matcher."""
@@ -163,32 +158,33 @@ class Matcher:
         matcher: llguidance's.
         vocabulary: number of the model's tokens.
         ends: ids that end texts.
+        words: int32 words of a mask, at least a bit for each token.
 
     Attributes:
+        words: as given.
         count: tokens of the answer so far.
         is_complete: whether nothing may follow the tokens so far, a token that ends texts included.
         error: why the answer cannot go on; None while it can.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int, ends: Sequence[int]) -> None:
-        self._matcher, self._vocabulary, self._ends = matcher, vocabulary, ends
-        self._bits: bytes | None = None
+    def __init__(self, matcher: LLMatcher, vocabulary: int, ends: Sequence[int], words: int) -> None:
+        self._matcher, self._vocabulary, self._ends, self.words = matcher, vocabulary, ends, words
+        self._first: NDArray[np.uint32] | None = None
         self.count = 0
         self.is_complete = False
         self.error: RequestError | None = None
 
-    def copy(self) -> Matcher:
-        """Another matcher of the same state."""
-        other = Matcher(self._matcher.deep_copy(), self._vocabulary, self._ends)
-        other._bits, other.count, other.is_complete = self._bits, self.count, self.is_complete
-        return other
+    @property
+    def goes_on(self) -> bool:
+        """Whether the answer is neither complete nor failed."""
+        return not self.is_complete and self.error is None
 
     def consume(self, token: int) -> None:
         """Append a token, unless the answer is complete or has failed."""
-        if self.is_complete or self.error is not None:
+        if not self.goes_on:
             return
         self.count += 1
-        self._bits = None
+        self._first = None
 
         def consume() -> None:
             taken = self._matcher.consume_token(token)
@@ -199,44 +195,33 @@ class Matcher:
 
         self._tried(consume)
 
-    def mask(self, banned: Iterable[int] = ()) -> bytes | None:
-        """The tokens that may come next: bit t % 8 of byte t // 8 for token t; None: the answer has ended.
-
-        Args:
-            banned: ids that are not allowed either. Where no other is, the answer ends if it may, and fails otherwise.
-        """
-        if self.is_complete or self.error is not None:
-            return None
-        return self._tried(lambda: self.allowed(banned))
-
-    def allowed(self, banned: Iterable[int] = ()) -> bytes:
-        """`mask` of an answer that goes on.
+    def keep_first_mask(self) -> None:
+        """Find the mask of the answer's first token, and keep it until that comes.
 
         Raises:
             RequestError: no token is allowed, or llguidance's limits do not allow finding out.
         """
-        if self._bits is None:
-            self._bits = self._found()
-        bits = bytearray(self._bits)
-        for token in banned:
-            bits[token >> 3] &= ~(1 << (token & 7))
-        if bits.count(0) == len(bits):
-            if not self._matcher.is_accepting():
-                raise RequestError("no token of the model is allowed")
-            for token in self._ends:
-                bits[token >> 3] |= 1 << (token & 7)
-        return bytes(bits)
-
-    def _found(self) -> bytes:
-        bits = self._matcher.compute_bitmask()
-        self._check()
-        size, rest = (self._vocabulary + 7) // 8, self._vocabulary % 8
-        bits = bits[:size].ljust(size, b"\0")
-        return bits if not rest else bits[:-1] + bytes([bits[-1] & ((1 << rest) - 1)])
+        mask = np.empty(self.words, np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._finish(mask, ())
+        self._first = mask
 
     def _check(self) -> None:
         if self._matcher.is_error():
             raise RequestError(self._matcher.get_error())
+
+    def _finish(self, mask: NDArray[np.uint32], banned: Iterable[int]) -> None:
+        """Take banned tokens out of a mask. Where no other is, the answer ends if it may, and fails otherwise."""
+        self._check()
+        full, rest = divmod(self._vocabulary, 32)
+        for token in banned:
+            mask[token >> 5] &= ~np.uint32(1 << (token & 31))
+        if mask[:full].any() or (rest and mask[full] & np.uint32((1 << rest) - 1)):
+            return
+        if not self._matcher.is_accepting():
+            raise RequestError("no token of the model is allowed")
+        for token in self._ends:
+            mask[token >> 5] |= np.uint32(1 << (token & 31))
 
     def _tried(self, call: Callable[[], T]) -> T | None:
         try:
@@ -246,6 +231,46 @@ class Matcher:
                 raise
             self.error = RequestError(f"the constraint fails after {self.count} tokens: {_message(error)}")
             return None
+
+
+def write_masks(wanted: Sequence[tuple[int, Matcher, Iterable[int]]], masks: NDArray[np.uint32]) -> None:
+    """Write which tokens may come next in answers that go on, found on several cores at once.
+
+    Args:
+        wanted: row of ``masks``, the answer's matcher, and ids that are not allowed either. Where no other token is
+            allowed, the answer ends if it may, and fails otherwise.
+        masks: ``[rows, words]``, words those of all matchers; bit t % 32 of word t // 32 says whether token t may come.
+            The row of an answer that fails allows all.
+    """
+    unknown = []
+    for row, matcher, _ in wanted:
+        if matcher._first is None:
+            unknown.append((row, matcher))
+        else:
+            masks[row] = matcher._first
+    place, size = masks.ctypes.data, masks.shape[1] * masks.itemsize
+    try:
+        if unknown:
+            pairs = [(matcher._matcher, row) for row, matcher in unknown]
+            _executor().unsafe_compute_mask_ptr(pairs, place, size, len(masks))
+    except BaseException as error:  # a panic in Rust is no Exception
+        if is_interrupt(error):
+            raise
+        for row, matcher in unknown:  # one of them fails
+            matcher._tried(partial(matcher._matcher.unsafe_compute_mask_ptr, place + row * size, size))
+    for row, matcher, banned in wanted:
+        if matcher.error is None:
+            matcher._tried(partial(matcher._finish, masks[row], banned))
+        if matcher.error is not None:
+            masks[row] = _ALL
+
+
+@cache
+def _executor() -> LLExecutor:
+    """llguidance's threads."""
+    from llguidance import LLExecutor
+
+    return LLExecutor()
 
 
 @lru_cache(maxsize=128)

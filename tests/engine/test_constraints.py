@@ -274,6 +274,16 @@ def test_a_failure_is_its_own_requests(ahead: bool) -> None:
     assert scheduler.submit(PROMPT, 2).is_cancelled is False
 
 
+def test_a_failure_does_not_spoil_its_constraint() -> None:
+    constraint = qcut.Constraint.regex("(.{0,1000}[a-z]){0,100}")
+    engine, ends = engine_of(), []
+    for _ in range(3):
+        with pytest.raises(RequestError, match="the constraint fails after") as found:
+            engine.generate(PROMPT, 100, constraint=constraint)
+        ends.append(str(found.value))
+    assert len(set(ends)) == 1
+
+
 @pytest.mark.parametrize(
     ("constraint", "words"),
     [
@@ -393,15 +403,12 @@ def lambda_tokenizer(tokenizer: Any) -> Any:
 def test_bits_leave_only_allowed_logits(columns: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(columns)
     logits = torch.randn(5, columns, generator=generator).to(dtype)
-    allowed = torch.rand(2, columns, generator=generator) < 0.5
-    padded = torch.zeros(2, (columns + 7) // 8 * 8, dtype=torch.int64)
+    allowed = torch.rand(5, columns, generator=generator) < 0.5
+    padded = torch.ones(5, (columns + 31) // 32 * 32 + 64, dtype=torch.int64)
     padded[:, :columns] = allowed
-    bits = (padded.view(2, -1, 8) << torch.arange(8)).sum(2).to(torch.uint8)
+    bits = (padded.view(5, -1, 8) << torch.arange(8)).sum(2).to(torch.uint8)
     before = logits.clone()
-    found = only_allowed(logits, torch.tensor([3, 1]), bits)
-    want = logits.clone()
-    want[3] = torch.where(allowed[0], logits[3], -torch.inf)
-    want[1] = torch.where(allowed[1], logits[1], -torch.inf)
-    assert torch.equal(found, want)
+    found = only_allowed(logits, bits.view(torch.int32))
+    assert torch.equal(found, torch.where(allowed, logits, -torch.inf))
     assert found.dtype == dtype
     assert torch.equal(logits, before)

@@ -64,7 +64,6 @@ def test_neighbours_keep_their_tokens() -> None:
 def test_masks_are_the_cpus() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 1001, generator=generator)
-    bits = torch.randint(0, 256, (2, 126), generator=generator, dtype=torch.uint8)
-    rows = torch.tensor([2, 0])
-    found = only_allowed(logits.to(DEVICE), rows.to(DEVICE), bits.to(DEVICE))
-    assert torch.equal(found.cpu(), only_allowed(logits, rows, bits))
+    masks = torch.randint(-(2**31), 2**31, (4, 34), generator=generator, dtype=torch.int32)
+    found = only_allowed(logits.to(DEVICE), masks.to(DEVICE))
+    assert torch.equal(found.cpu(), only_allowed(logits, masks))
