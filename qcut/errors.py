@@ -24,7 +24,16 @@ class QcutError(Exception):
 
 
 class ConfigError(QcutError, ValueError):
-    """An option, scheme name or configuration value that does not exist or contradicts another."""
+    """An option, scheme name or configuration value that does not exist or contradicts another.
+
+    Args:
+        message: what was found and what is allowed.
+        argument: name of the argument that the message is about, where callers need it next to the message.
+    """
+
+    def __init__(self, message: str, argument: str | None = None) -> None:
+        super().__init__(message)
+        self.argument = argument
 
 
 class ConstraintError(ConfigError):

@@ -36,7 +36,7 @@ def check_top(top: object, vocabulary: int, name: str = "top") -> None:
     """
     limit = min(MOST_TOP, vocabulary)
     if top is not None and (not is_whole(top) or not 0 <= top <= limit):  # type: ignore[operator]
-        raise ConfigError(f"{name} is {shown(top)}; allowed: 0 to {limit}, or None")
+        raise ConfigError(f"{name} is {shown(top)}; allowed: 0 to {limit}, or None", name)
 
 
 def likelihoods(logits: Tensor, tokens: Tensor, tops: Sequence[int | None]) -> list[LogProbability | None]:

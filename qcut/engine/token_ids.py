@@ -53,7 +53,7 @@ class Options(NamedTuple):
             raise ConfigError(f"constraint is {shown(self.constraint)}; allowed: a qcut.Constraint, or None")
         beyond = max(self.sampling.logit_bias, default=0) if self.sampling is not None else 0
         if beyond >= vocabulary:
-            raise ConfigError(f"logit_bias of token {beyond}; allowed: tokens 0 to {vocabulary - 1}")
+            raise ConfigError(f"logit_bias of token {beyond}; allowed: tokens 0 to {vocabulary - 1}", "logit_bias")
 
 
 def prompt_ids(prompts: Any) -> list[Tensor]:

@@ -91,9 +91,9 @@ class Sampling:
             raise _refused("logit_bias", self.logit_bias, "numbers by token id")
         for token, bias in self.logit_bias.items():
             if not _is_integer(token) or not 0 <= token < MAX_VOCABULARY:
-                raise _refused("logit_bias of token", token, "ids of tokens")
+                raise _refused("logit_bias", token, "ids of tokens", " of token")
             if not _within(bias, -_MOST_BIAS, _MOST_BIAS):
-                raise _refused(f"logit_bias of token {token}", bias, f"-{_MOST_BIAS} to {_MOST_BIAS}")
+                raise _refused("logit_bias", bias, f"-{_MOST_BIAS} to {_MOST_BIAS}", f" of token {token}")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # whoever gave it may change it
 
     @property
@@ -441,8 +441,8 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _refused(name: str, value: Any, allowed: str) -> ConfigError:
-    return ConfigError(f"{name} {shown(value)}; allowed: {allowed}")
+def _refused(name: str, value: Any, allowed: str, part: str = "") -> ConfigError:
+    return ConfigError(f"{name}{part} {shown(value)}; allowed: {allowed}", name)
 
 
 def _floats(settings: Sampling | Rows, logits: Tensor) -> list[Tensor]:

@@ -278,7 +278,8 @@ class Service:
         try:
             return await self.executors.run(request.state.body_bytes, partial(self._ids, prompt))
         except QcutError as error:
-            raise Refusal.of(error, self.scheduler.engine.context) from error
+            field = (ChatBody if isinstance(prompt, Chat) else CompletionBody).PROMPT
+            raise Refusal.of(error, self.scheduler.engine.context, field) from error
 
     def _ids(self, prompt: AnyPrompt, where: str = ChatBody.PROMPT) -> list[int]:
         engine = self.scheduler.engine

@@ -42,7 +42,7 @@ class Refusal(Exception):
         Args:
             error: exception raised for the request.
             context: the engine's context in tokens, for OpenAI's wording of a prompt that is too long.
-            param: field of the prompt.
+            param: field of the prompt, which the exception is about unless it names an argument.
         """
         if isinstance(error, BusyError):
             return cls(503, str(error), code="busy", headers={"Retry-After": str(RETRY_AFTER_S)})
@@ -51,7 +51,7 @@ class Refusal(Exception):
                 f"This model's maximum context length is {context} tokens. {error}. Shorten the {param or 'prompt'}"
             )
             return cls(400, message, param=param, code="context_length_exceeded")
-        return cls(400, str(error))
+        return cls(400, str(error), param=getattr(error, "argument", None) or param)
 
     @classmethod
     def of_fault(cls, error: BaseException) -> Refusal:

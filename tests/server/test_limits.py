@@ -94,6 +94,20 @@ def test_numbers_have_ranges(served: Served, field: str, value: str) -> None:
     assert answer["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/v1/responses"])
+def test_refusals_of_ranges_name_their_field(served: Served, path: str) -> None:
+    wrong = {
+        **{"temperature": -1, "top_p": 0, "min_p": 2, "top_k": 2**31, "repetition_penalty": 0, "seed": 2**64},
+        **{"presence_penalty": 101, "frequency_penalty": -101, "logit_bias": {"9999999": 1}, "n": 1000},
+    }
+    prompt = {COMPLETIONS: "prompt", "/v1/responses": "input"}.get(path, "messages")
+    chat = [{"role": "user", "content": "x"}]
+    for field, value in wrong.items():
+        body = {prompt: "x" if path == COMPLETIONS else chat, field: value}
+        status, answer, _ = served.call("POST", path, body)
+        assert (status, answer["error"]["param"]) == (400, field), answer
+
+
 @pytest.mark.parametrize("value", [2**63, -1, 2**31 + 5, 8192])
 def test_stop_tokens_have_a_range(served: Served, value: int) -> None:
     body = {"prompt": "x", "max_tokens": 2, "stop_token_ids": [value]}
