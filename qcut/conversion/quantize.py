@@ -85,9 +85,9 @@ def quantize(
 
     A layer stays in float, and the report gives the reason, if other code reads its weight without calling it
     (``nn.MultiheadAttention``), if it is a subclass with a forward of its own that is not proved to be ``x @ W.T + b``,
-    if it is part of an adapter, if its quantized form would not be smaller, or if K is beyond the exact range. A
-    codebook gets the rotation ``qr`` where a layer's K does not fit its Hadamard rotation. Forward hooks of replaced
-    layers move to the new ones.
+    if it is part of an adapter, if its weight is of another dtype than float16, bfloat16 and float32, if its quantized
+    form would not be smaller, or if K is beyond the exact range. A codebook gets the rotation ``qr`` where a layer's K
+    does not fit its Hadamard rotation. Forward hooks of replaced layers move to the new ones.
 
     Tied weights stay tied: layers that share one weight share one quantized copy of it. A layer whose weight is also
     used by something else, such as an embedding, is left as it is and reported, unless ``embeddings`` is given: then
@@ -136,8 +136,7 @@ def quantize(
             the quantized model fails ``verify`` (layer named). The model is then as it was.
         UnsupportedError: weights on the meta device, or a table with a forward or an option that `qcut.Embedding` has
             not (named).
-        DtypeError: the model is no ``nn.Module``, a calibration or second moments of another type, or a weight is of
-            another dtype than float16, bfloat16, float32 and float64 (layer named).
+        DtypeError: the model is no ``nn.Module``, or a calibration or second moments of another type.
         DeviceError: there is no such device, or it has no memory.
         CalibrationError: a layer was not calibrated or has no second moment, or one of another size.
         PlanError: the plan names layers or sizes that the model does not have, or splits tied layers.

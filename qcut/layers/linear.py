@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, 
 import torch
 from torch import Tensor, nn
 
-from qcut.errors import ConfigError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
+from qcut.errors import (
+    ConfigError,
+    DeviceError,
+    DtypeError,
+    QuantizationError,
+    ShapeError,
+    UnsupportedError,
+    layer_prefix,
+)
 from qcut.layers.gradients import InputGradient
 from qcut.layers.quantized import FrozenWeight, QuantizedLayer
 from qcut.models.guards import described, is_described, refuse_foreign_saving
@@ -329,17 +337,20 @@ class Linear(QuantizedLayer):
                     f"{layer_prefix(self.name)}its weight is quantized, and it is called with another one, as "
                     "torch.func.functional_call does; quantize the float layer that has the new weight"
                 )
-        if x.requires_grad and torch.is_grad_enabled():
-            result: Tensor
-            if self.input_gradients:
-                result = InputGradient.apply(x, self)
+        try:
+            if x.requires_grad and torch.is_grad_enabled():
+                result: Tensor
+                if self.input_gradients:
+                    result = InputGradient.apply(x, self)
+                    return result
+                with torch.no_grad():
+                    y = self._product(x)
+                who = f"{layer_prefix(self.name)}{self.scheme.name} without qcut.enable_input_gradients(model)"
+                result = inference_only(y, x, who)
                 return result
-            with torch.no_grad():
-                y = self._product(x)
-            who = f"{layer_prefix(self.name)}{self.scheme.name} without qcut.enable_input_gradients(model)"
-            result = inference_only(y, x, who)
-            return result
-        return self._product(x)
+            return self._product(x)
+        except (DtypeError, DeviceError) as error:  # of operators, which do not know the layer
+            raise type(error)(f"{layer_prefix(self.name)}{error}") from None
 
     @property
     def largest_tile(self) -> int:

@@ -30,6 +30,8 @@ from qcut.models.classes import computes_its_own, conv1d_class, is_called_as_wri
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of the float weights that qcut quantizes, and of the rows that its embeddings return."""
+SERVED_DTYPES = WEIGHT_DTYPES[:3]
+"""Dtypes of the tokens that quantized layers take: what the weights of a model's layers have to be of."""
 
 
 _STATE_HOOKS = (
@@ -142,7 +144,7 @@ def own_ways(module: nn.Module) -> str | None:
     if type(weight) not in (nn.Parameter, Tensor) or weight.ndim != 2:
         return f"its weight is a {type(weight).__name__} of {weight.ndim} dimensions, not a plain matrix"
     if weight.dtype not in WEIGHT_DTYPES:
-        return f"its weight is {dtype_name(weight.dtype)}; {weight_dtype_names()} can be quantized"
+        return unserved_dtype(weight)
     if weight.numel() == 0:
         return f"its weight is empty: {list(weight.shape)}"
     bias: Any = getattr(module, "bias", None)
@@ -158,6 +160,16 @@ def own_ways(module: nn.Module) -> str | None:
     if has_extra_state(module):
         return f"its class keeps extra state (get_extra_state of {type(module).__module__}.{type(module).__qualname__})"
     return own_forward(module)
+
+
+def unserved_dtype(weight: Tensor) -> str | None:
+    """Why no quantized layer takes the tokens of a layer with this weight, or None if one does."""
+    served = ", ".join(map(dtype_name, SERVED_DTYPES))
+    return (
+        None
+        if weight.dtype in SERVED_DTYPES
+        else f"its weight is {dtype_name(weight.dtype)}; {served} can be quantized"
+    )
 
 
 def own_forward(module: nn.Module) -> str | None:

@@ -12,7 +12,16 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from qcut.errors import ConfigError, DtypeError, QuantizationError, UnsupportedError
-from qcut.models.modules import ExpertsModule, Quantized, expert_count, looks_linear, own_ways, weight_nk
+from qcut.models.modules import (
+    ExpertsModule,
+    Quantized,
+    expert_count,
+    looks_linear,
+    own_ways,
+    unserved_dtype,
+    weight_nk,
+    weight_of,
+)
 from qcut.models.weight_sharing.functions import modules_inside, outer_values
 from qcut.models.weight_sharing.readers import class_checked, layers_read
 
@@ -126,7 +135,7 @@ def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str
     layers: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
     for name, module in looking.items():
-        reason = own_ways(module)
+        reason = own_ways(module) or unserved_dtype(weight_of(module))
         if id(module) in adapters:
             left[name] = f"part of an adapter ({adapters[id(module)]})"
         elif id(module) in read:

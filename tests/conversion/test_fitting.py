@@ -169,8 +169,17 @@ def test_layers_that_hold_nothing_to_quantize_are_left() -> None:
     assert set(report.schemes) == {"2"}
     assert report.skipped == {
         "0": "its weight is empty: [0, 64]",
-        "1": "its weight is float8_e4m3fn; float16, bfloat16, float32, float64 can be quantized",
+        "1": "its weight is float8_e4m3fn; float16, bfloat16, float32 can be quantized",
     }
+
+
+def test_layers_of_float64_stay_in_float() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).double(), nn.Linear(64, 64))
+    report = qcut.quantize(model, "w8a8", verify=False, progress=False)
+    assert set(report.schemes) == {"0", "2"}
+    assert report.skipped == {"1": "its weight is float64; float16, bfloat16, float32 can be quantized"}
+    with pytest.raises(QuantizationError, match=r"2 linear layers stay in float: 0 and .* its weight is float64"):
+        qcut.quantize(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).double(), progress=False)
 
 
 def test_hooks_stay() -> None:

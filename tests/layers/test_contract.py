@@ -258,8 +258,10 @@ def test_wrong_inputs_are_refused(scheme: str) -> None:
         layer(torch.randn(2, 20))
     with pytest.raises(errors.ShapeError, match=r"x has shape \[\]"):
         layer(torch.tensor(1.0))
-    with pytest.raises(errors.DtypeError, match="x is int64; allowed: float16, bfloat16, float32"):
+    with pytest.raises(errors.DtypeError, match=r"layer 'h\.3\.fc': .*x is int64; allowed: float16, bfloat16, float32"):
         layer(torch.zeros(2, 64, dtype=torch.int64))
     tensor = "qweight" if scheme in BYTES else "norms"
-    with pytest.raises(errors.DeviceError, match=f"{tensor} is on meta; the first argument is on cpu"):
+    with pytest.raises(
+        errors.DeviceError, match=rf"layer 'h\.3\.fc': .*{tensor} is on meta; the first argument is on cpu"
+    ):
         layer.to("meta")(torch.randn(2, 64))

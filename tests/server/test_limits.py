@@ -97,8 +97,16 @@ def test_numbers_have_ranges(served: Served, field: str, value: str) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/v1/responses"])
 def test_refusals_of_ranges_name_their_field(served: Served, path: str) -> None:
     wrong = {
-        **{"temperature": -1, "top_p": 0, "min_p": 2, "top_k": 2**31, "repetition_penalty": 0, "seed": 2**64},
-        **{"presence_penalty": 101, "frequency_penalty": -101, "logit_bias": {"9999999": 1}, "n": 1000},
+        "temperature": -1,
+        "top_p": 0,
+        "min_p": 2,
+        "top_k": 2**31,
+        "repetition_penalty": 0,
+        "presence_penalty": 101,
+        "frequency_penalty": -101,
+        "logit_bias": {"9999999": 1},
+        "seed": 2**64,
+        "n": 1000,
     }
     prompt = {COMPLETIONS: "prompt", "/v1/responses": "input"}.get(path, "messages")
     chat = [{"role": "user", "content": "x"}]
