@@ -31,13 +31,17 @@ from qcut.conversion.report import weight_error
 from qcut.conversion.verification import Proof, excerpt
 from qcut.errors import CalibrationError, ConfigError, QuantizationError, ShapeError
 from qcut.layers.codebook import CodebookLinear
+from qcut.layers.embedding import Embedding
 from qcut.layers.experts.opening import Opened, opened
+from qcut.layers.linear import Linear
 from qcut.layers.quantized import quantized_layers
 from qcut.models.fusion import Change
 from qcut.models.modules import (
     check_batches,
     evaluating,
     forward,
+    is_conv1d,
+    is_linear,
     is_number,
     model_device,
     output_tensor,
@@ -45,7 +49,7 @@ from qcut.models.modules import (
     to_device,
     weight_nk,
 )
-from qcut.models.selection import check_model, expert_stacks, globs, linear_layers, matches
+from qcut.models.selection import check_model, expert_stacks, globs, matches
 from qcut.numerics.codebook.rotation import NO_ROTATION
 from qcut.numerics.plain_state import in_plain_state
 
@@ -106,7 +110,7 @@ def refine(
     Args:
         model: with layers quantized by `qcut.quantize` in rotated codebook schemes, fitted ones best; left as it was
             where this raises.
-        reference: the float model, on the same device.
+        reference: the float model, on the same device, with linear layers and embeddings of the same names and sizes.
         batches: what both models are called on, text like that which they will read; see `qcut.calibrate`. Unpadded.
             All are held in memory.
         steps: how many; None takes every batch once. Batches come in a new random order each time all were taken.
@@ -125,8 +129,9 @@ def refine(
 
     Raises:
         CalibrationError: no batch, or a loss that is NaN or infinite.
-        ConfigError: no such layer, a rate or number of steps out of range, or a model that cannot be differentiated.
-        ShapeError: the outputs of the two models, or their layers' weights, differ in shape.
+        ConfigError: no such layer, a rate or number of steps out of range, a model that cannot be differentiated, or a
+            layer or embedding that only one of the two models has (named).
+        ShapeError: the outputs of the two models, or the weights of a layer or an embedding (named), differ in shape.
         QuantizationError: a norm grows beyond float16, or the refined model fails ``verify`` (layer named,
             where it is one's).
 
@@ -147,6 +152,7 @@ def refine(
         raise ConfigError(f"steps: found {steps!r}; allowed: 1 and more")
     with opened(model) as mixtures, opened(reference):
         chosen = _layers(model, layers)
+        _check_reference(model, reference)
         return _refined(model, reference, held, steps, chosen, mixtures, rate, code_rate, seed, verify, progress)
 
 
@@ -165,12 +171,8 @@ def _refined(
 ) -> Refinement:
     """See `refine`; the experts of both models are open."""
     device = model_device(model)
-    sources = linear_layers(reference)[0]
+    sources = {name: module for name in chosen if is_linear(module := reference.get_submodule(name))}
     floats = {name: weight_nk(module).to(device) for name, module in sources.items()}
-    for name in (name for name in chosen if name in floats):
-        sizes, found = [chosen[name].out_features, chosen[name].in_features], list(floats[name].shape)
-        if found != sizes:
-            raise ShapeError(f"layer {name!r}: the reference has {found}; allowed: {sizes}")
     proof = Proof(verify, excerpt(held[0]))
     loss_before = _loss_on(model, reference, proof.batch) if proof.active else math.inf
     tuned = {name: RefinedLayer(layer, floats.get(name), code_rate > 0) for name, layer in chosen.items()}
@@ -208,6 +210,39 @@ def _refined(
         changes.append(Change(partial(_restack, put, mixtures, experts, key), partial(put, old)))
     commit(changes, check)
     return Refinement(tuple(losses), changed / total)
+
+
+def _check_reference(model: nn.Module, reference: nn.Module) -> None:
+    """Check that two models have linear layers and embeddings of the same names and sizes, experts laid open.
+
+    Raises:
+        ConfigError: one has a layer that the other has not.
+        ShapeError: the sizes of a layer differ.
+    """
+    kinds = type(model).__name__, type(reference).__name__
+    own, others = _sizes(model), _sizes(reference)
+    allowed = "allowed: the float model that was quantized"
+    for name in own | others:
+        if name not in others:
+            raise ConfigError(f"layer {name!r} of the {kinds[0]}: the reference, a {kinds[1]}, has none; {allowed}")
+        if name not in own:
+            raise ConfigError(f"layer {name!r} of the reference, a {kinds[1]}: the {kinds[0]} has none; {allowed}")
+        if own[name] != others[name]:
+            raise ShapeError(f"layer {name!r}: the reference has {others[name]}; allowed: {own[name]}")
+
+
+def _sizes(model: nn.Module) -> dict[str, list[int]]:
+    """Of each linear layer and each embedding, quantized or not, the sizes of its weight."""
+    found, tables = dict[str, list[int]](), tuple[str, ...]()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Embedding | nn.Embedding):
+            found[name] = [module.num_embeddings, module.embedding_dim]
+            tables += (f"{name}.",)
+        elif isinstance(module, Linear | nn.Linear) and not name.startswith(tables):
+            found[name] = [module.out_features, module.in_features]
+        elif is_conv1d(module):
+            found[name] = list(weight_nk(module).shape)
+    return found
 
 
 def _stacks(mixtures: Opened, chosen: Mapping[str, CodebookLinear]) -> list[tuple[str, str]]:

@@ -123,6 +123,9 @@ def test_what_is_refused():
     narrower = copy.deepcopy(reference)
     mlp = narrower.model.layers[0].mlp
     mlp.up_proj = nn.Linear(mlp.up_proj.in_features, 8)
+    deeper, wider = copy.deepcopy(reference), copy.deepcopy(reference)
+    deeper.model.layers.append(copy.deepcopy(deeper.model.layers[-1]))
+    wider.lm_head = nn.Linear(wider.lm_head.in_features, 9)
 
     for options, error, message in (
         ({"batches": []}, CalibrationError, "found none"),
@@ -133,7 +136,18 @@ def test_what_is_refused():
         ({"reference": narrower}, ShapeError, r"layer 'model.layers.0.mlp.up_proj': the reference has \[8, "),
         ({"layers": ["*.nothing"]}, ConfigError, r"no untied layer with rotated codebooks among \*\.nothing"),
         ({"model": reference}, ConfigError, "no untied layer"),
-        ({"reference": reference.model}, ShapeError, "the reference's"),
+        (
+            {"reference": reference.model},
+            ConfigError,
+            r"layer 'model.embed_tokens' of the Llama.*a LlamaModel, has none",
+        ),
+        (
+            {"reference": tiny_hf("gpt2")},
+            ConfigError,
+            r"layer 'model.embed_tokens' of the Llama.*a GPT2LMHead.* float mod",
+        ),
+        ({"reference": deeper}, ConfigError, r"layer 'model.layers.2.self_attn.q_proj' of the reference, a Llama"),
+        ({"reference": wider}, ShapeError, r"layer 'lm_head': the reference has \[9, 32\]; allowed: \[64, 32\]"),
     ):
         given = {"model": model, "reference": reference, "batches": texts(1), "progress": False}
         with pytest.raises(error, match=message):
