@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from functools import partial, wraps
+from threading import RLock
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,20 @@ DEFAULT_CONTEXT = 4096
 
 Prompts = str | Sequence[str] | Chat | Sequence[Chat] | Sequence[Sequence[int]] | Tensor
 OnToken = Callable[[int, int], object]
+P = ParamSpec("P")
 S = TypeVar("S", bound=SequenceState)
+T = TypeVar("T")
+
+
+def _exclusive(call: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+    """Let a method wait until no other thread uses the engine, and run it as `inference` does."""
+
+    @wraps(call)
+    def run(engine: Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with engine.lock, inference():
+            return call(engine, *args, **kwargs)
+
+    return run
 
 
 class Engine:
@@ -66,7 +80,8 @@ class Engine:
     Quantize, load or move the model, set adapters and edit configurations before the engine is made: it reads modules,
     their code and their hooks once. After a change, make a new engine. Later hooks are not called by graph replays, nor
     by kernels that compute in a module's place. The model is put in evaluation mode. An engine serves one batch of
-    sequences at a time, in one thread. Autocast and inference mode around a call change nothing.
+    sequences at a time; calls from several threads wait for each other. Autocast and inference mode around a call
+    change nothing.
 
     Args:
         model: of a type in `qcut.engine.families.FAMILIES`, computing what transformers' own class does
@@ -101,6 +116,7 @@ class Engine:
         batch: most sequences at once.
         context: most tokens of a sequence.
         cache: the KV cache.
+        lock: held by each call, by each step of a stream, and by a scheduler while it decodes or prefills.
         runner: runs the decoder over the cache; ``runner.max_prefill_tokens`` bounds the memory of prefill.
 
     Raises:
@@ -166,6 +182,7 @@ class Engine:
     def _use(self, runner: ModelRunner) -> None:
         self.runner, self.batch, self.context, self.cache = runner, runner.batch, runner.context, runner.cache
         self._lengths: list[int] = []
+        self.lock = RLock()
 
     def with_batch(self, batch: int) -> Engine:
         """Another engine over the same weights, with memory of its own for ``batch`` sequences of the same context."""
@@ -180,7 +197,7 @@ class Engine:
 
     # ── prefill and decode ───────────────────────────────────────────────────────────────────────
 
-    @inference()
+    @_exclusive
     def prefill(self, prompts: Prompts, *, reuse_prefix: ReusePrefix = False) -> Tensor:
         """Append a prompt to each sequence, from the start or after a prefix that the cache holds.
 
@@ -214,7 +231,7 @@ class Engine:
         self._prefill(ids, starts)
         return self.runner.logits[: len(ids)].clone()
 
-    @inference()
+    @_exclusive
     def score(self, prompts: Prompts) -> list[Tensor]:
         """Prefill new sequences, and score their tokens. Logits of a whole chunk are in memory.
 
@@ -233,7 +250,7 @@ class Engine:
 
         return self._by_token(prompts, losses)
 
-    @inference()
+    @_exclusive
     def logits(self, prompts: Prompts) -> list[Tensor]:
         """Prefill new sequences, and return the logits after each of their tokens.
 
@@ -258,7 +275,7 @@ class Engine:
         self._lengths = [len(row) for row in ids]
         return [torch.cat(parts) for parts in found]
 
-    @inference()
+    @_exclusive
     def decode(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Append a token to each sequence.
 
@@ -287,6 +304,7 @@ class Engine:
         self._lengths = [length + 1 for length in self._lengths]
         return logits
 
+    @_exclusive
     def warm_up(self, lengths: Iterable[int], sequences: int = 1) -> None:
         """Serve requests of some sizes once and empty the cache: later ones do not wait for kernels and graphs.
 
@@ -316,7 +334,7 @@ class Engine:
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────
 
-    @inference()
+    @_exclusive
     def generate(
         self,
         prompts: Prompts,
@@ -370,7 +388,7 @@ class Engine:
                 on_token(event.sequence, event.token)
         return [sequence.generated for sequence in sequences]
 
-    @inference()
+    @_exclusive
     def stream(
         self,
         prompts: Prompts,
@@ -480,18 +498,21 @@ class Engine:
 
     def _decoded(self, sequences: list[SequenceState], lengths: list[int]) -> Generator[Event, None, None]:
         """Decode prefilled sequences until all have ended; updates ``lengths``, their tokens in the cache."""
-        self.check_current(lengths)
+
         # Not around the whole body: a generator enters and leaves its contexts for every token.
-        with inference():
-            batch = SequenceBatch[SequenceState](self.runner, len(sequences), self.speculate)
-            new = batch.start(sequences)
-        step = inference()(batch.step)
+        def exclusive(work: Callable[..., T], *given: Any) -> T:
+            with self.lock, inference():
+                self.check_current(lengths)
+                return work(*given)
+
+        batch = exclusive(SequenceBatch[SequenceState], self.runner, len(sequences), self.speculate)
+        new, step = exclusive(batch.start, sequences), partial(exclusive, batch.step)
         while True:
             # The device computes the next step while the host waits; the step is wasted if stops end all sequences.
             ahead = step() if batch.runs_ahead and any(s.has_next for s in sequences) else None
             for sequence, token, log_probability in new.wait():
                 if sequence.finish_reason is not None:
-                    batch.pad(sequence)
+                    exclusive(batch.pad, sequence)
                     continue
                 text = sequence.append(token, log_probability)
                 lengths[sequence.index] = sequence.length

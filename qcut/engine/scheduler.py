@@ -282,9 +282,10 @@ class Scheduler:
         batch = self.engine.batch
         for count in sorted({min(1 << i, batch) for i in range(batch.bit_length() + 1)}):
             self._serve(self.submit_samples([0], count, 2))
-            self.engine.runner.capture_decode(count)
-            if self.engine.speculate is not None:
-                capture_drafted(self.engine.runner, count, self.engine.speculate)
+            with self.engine.lock:
+                self.engine.runner.capture_decode(count)
+                if self.engine.speculate is not None:
+                    capture_drafted(self.engine.runner, count, self.engine.speculate)
         for count, length in self._chunk_sizes():
             self._serve([self.submit([0] * length, 2) for _ in range(count)])
         self._done = dict.fromkeys(self._done, 0)
@@ -343,12 +344,13 @@ class Scheduler:
         """
         self._drop_cancelled()
         busy = bool(self._waiting or self._prefilling or self._batch.sequences or self._pending)
-        if self._batch.sequences:
-            try:
-                self._decode()
-            except BaseException as error:
-                self._fail(self._batch.sequences, error)
-        self._prefill()
+        with self.engine.lock:
+            if self._batch.sequences:
+                try:
+                    self._decode()
+                except BaseException as error:
+                    self._fail(self._batch.sequences, error)
+            self._prefill()
         while len(self._pending) > (1 if self._batch.runs_ahead and self._batch.sequences else 0):
             self._deliver(self._pending.popleft())
         return busy
@@ -366,7 +368,7 @@ class Scheduler:
         _log.error("requests have failed", exc_info=error)
         failure = as_failure(error)
         for request in list(requests):
-            self._batch.retire(request)
+            self._remove(request)
             request.fail(failure)
         self._has_failed = True
 
@@ -491,6 +493,7 @@ class Scheduler:
                 if request.has_next:
                     if not self._batch.sequences:
                         self._lengths = self.engine.begin()
+                    self.engine.check_current(self._lengths, "request")
                     self._pending.append(self._batch.admit(request, runner, slot))
                 else:
                     request.finish_without_token()
@@ -514,12 +517,18 @@ class Scheduler:
 
     def _retire(self, request: Request) -> None:
         """Copy a sequence with a batch slot to the prefix cache, and free the slot."""
-        if request.slot is not None:
-            if self.engine.is_current(self._lengths):
+        with self.engine.lock:
+            if request.slot is not None and self.engine.is_current(self._lengths):
                 tokens = [*request.prompt, *request.tokens][: request.cached]
                 ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
                 self._prefix_cache.insert(ids, self.engine.cache, request.slot)
-            self._batch.retire(request)
+            self._remove(request)
+
+    def _remove(self, request: Request) -> None:
+        """Remove a request from the batch; the cache is written only if it is still of this scheduler."""
+        with self.engine.lock:
+            is_current = self.engine.is_current(self._lengths)
+            (self._batch.retire if is_current else self._batch.forget)(request)
 
     def _drop_cancelled(self) -> None:
         """End cancelled requests."""

@@ -284,6 +284,7 @@ class DraftedTokens(NewTokens[S]):
     ) -> None:
         super().__init__(tokens, sequences, log_probabilities)
         self._loop, self._width = loop, width
+        self._lengths = loop.lengths  # until the loop starts anew
         self._new: list[list[int]] | None = None
         self.verified = self.right = 0
 
@@ -303,7 +304,8 @@ class DraftedTokens(NewTokens[S]):
                 verified = sequence.drafts.note(self._width, count, found)
                 sequence.drafted_tokens += verified
                 self.verified += verified
-                self._loop.settle(slot, self._width - count)
+                if self._loop.lengths is self._lengths:
+                    self._loop.settle(slot, self._width - count)
                 self._new.append(tokens[:count])
         return self._new
 
@@ -515,6 +517,12 @@ class SequenceBatch(Generic[S]):
             if self._state is not None:
                 self._state.of_slots(slot, 1).copy_(self._state.of_slots(end, 1))
             last.slot, self.sequences[slot] = slot, last
+
+    def forget(self, sequence: S) -> None:
+        """Remove a sequence, and leave the runner as it is, which others use; no further step is possible."""
+        if sequence.slot is not None:
+            self.sequences.remove(sequence)
+            sequence.slot, self._loop = None, None
 
     def _leave_loop(self) -> None:
         """Save the next tokens, and where the sequences are, before the loop of other sequences starts."""

@@ -143,8 +143,8 @@ def chat_ids(
     given = dict(variables or {})
     for name in signature(tokenizer.apply_chat_template).parameters:
         if name in given:
-            message = f"variable {name[:40]!r} of the chat template; allowed: no argument of its tokenizer"
-            raise ConfigError(message, "chat_template_kwargs")
+            found = f"variable {name[:40]!r} of the chat template"
+            raise ConfigError(f"{found}; allowed: no argument of its tokenizer", "chat_template_kwargs")
     try:
         given |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         given |= {"tools": list(tools)} if tools else {}

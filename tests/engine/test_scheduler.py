@@ -452,6 +452,61 @@ def test_others_of_an_engine_end_what_runs(other: str) -> None:
     assert again.result() == alone(model, [1, 2, 3], 20)
 
 
+def test_lost_requests_leave_the_engines_cache() -> None:
+    """Requests that end move no sequence in the cache, which is another call's by then."""
+    model = small("gpt2")
+    engine, prompts = engine_of(model, 3), [[4, 5], [6, 7, 8], [9, 1]]
+    scheduler = Scheduler(engine)
+    requests = [scheduler.submit([1, 2, 3 + i], 20) for i in range(3)]
+    for _ in range(6):
+        scheduler.step()
+    found = []
+    for event in engine.stream(prompts, 12, top=1):
+        found.append(event)
+        requests[0].cancel()
+        scheduler.step()
+    assert found == list(engine_of(model, 3).stream(prompts, 12, top=1))
+    for request in requests[1:]:
+        with pytest.raises(ConfigError, match="this request is over"):
+            request.result()
+
+
+def test_calls_from_several_threads_wait() -> None:
+    model = small("gpt2")
+    engine = engine_of(model, 2)
+    prompts = [[[i, 2, 3], [4, i]] for i in range(1, 9)]
+    wanted = [([alone(model, prompt, 6) for prompt in two], engine.score(two)) for two in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            texts = [pool.submit(engine.generate, two, 6) for two in prompts]
+            scores = [pool.submit(engine.score, two) for two in prompts]
+            for text, score, (tokens, losses) in zip(texts, scores, wanted, strict=True):
+                assert text.result(60) == tokens
+                assert all(map(torch.equal, score.result(60), losses))
+
+
+def test_steps_wait_for_calls_of_their_engine() -> None:
+    model = small("gpt2")
+    engine = engine_of(model, 2)
+    scheduler = Scheduler(engine)
+    running = scheduler.submit([1, 2, 3], 20)
+    for _ in range(4):
+        scheduler.step()
+    waiting = scheduler.submit([3, 2, 1], 4)
+    thread = threading.Thread(target=finished, args=(scheduler,))
+
+    def on_token(sequence: int, token: int) -> None:
+        if not thread.ident:
+            thread.start()
+            thread.join(0.2)
+
+    assert engine.generate([[4, 5]], 4, on_token=on_token) == [alone(model, [4, 5], 4)]
+    thread.join(60)
+    with pytest.raises(ConfigError, match="this request is over"):
+        running.result()
+    assert waiting.result() == alone(model, [3, 2, 1], 4)
+
+
 @pytest.mark.parametrize("options", [{"top": 1}, {"top": 0, "prompt_top": 0}, {"max_new_tokens": 0, "prompt_top": 2}])
 def test_log_probabilities_that_are_nan_fail(options: dict[str, Any]) -> None:
     model = copy.deepcopy(small("gpt2"))
