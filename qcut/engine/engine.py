@@ -123,6 +123,8 @@ class Engine:
         UnsupportedError: another architecture; a module that computes otherwise than transformers' own; a setting of
             the model's generation_config that changes greedy tokens and that the engine does not have; a cache for
             which the GPU has no kernel. The message names it. Or transformers is too old.
+        DtypeError: norms, embeddings and layers in float of several dtypes, or of float64 (named). Routers may be of
+            float32.
         ConfigError: a batch or a context below 1, a context beyond what the model was made for, a ring below 0,
             another kind of cache, a 4-bit one for other heads or dtypes, or another kind of tokenizer.
         RuntimeError: torch's, if memory is short. The model's values are as they were.

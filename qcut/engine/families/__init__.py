@@ -22,6 +22,7 @@ from qcut.engine.families import (
     phi3,
     starcoder2,
 )
+from qcut.engine.families.common import check_dtypes
 from qcut.engine.families.fidelity import check_model
 from qcut.errors import UnsupportedError
 from qcut.layers.parallel import refuse_parts
@@ -54,6 +55,7 @@ def decoder_of(model: nn.Module) -> Decoder:
         UnsupportedError: another architecture, or a part of one that is not built here, or that this version of
             transformers holds by another name; a model that is cut across processes; or one that computes otherwise
             than transformers' own (`check_model`). The message names it.
+        DtypeError: see `check_dtypes`.
     """
     model_type, name = getattr(getattr(model, "config", None), "model_type", None), type(model).__name__
     if model_type not in FAMILIES:
@@ -63,7 +65,7 @@ def decoder_of(model: nn.Module) -> Decoder:
     refuse_parts(model, "decoding by qcut")
     check_model(model)
     try:
-        return FAMILIES[model_type](model)
+        decoder = FAMILIES[model_type](model)
     except AttributeError as missing:
         import transformers  # loaded before: check_model has read its code
 
@@ -71,3 +73,5 @@ def decoder_of(model: nn.Module) -> Decoder:
             f"{name} of transformers {transformers.__version__}: {missing}; allowed: a version of transformers in "
             f"which models of type {model_type!r} have that part; or model.generate"
         ) from missing
+    check_dtypes(model, decoder)
+    return decoder
