@@ -45,10 +45,9 @@ class Skeleton(NamedTuple):
     modules: dict[str, nn.Module]
     activations: dict[str, tuple[nn.Module, str]]
 
-    def put_into(self, model: nn.Module, *, hooks: bool = True) -> None:
+    def put_into(self, model: nn.Module) -> None:
         """Replace the model's modules; see `replace_modules`."""
-        new = {id(model.get_submodule(name)): module for name, module in self.modules.items()}
-        replace_modules(model, new, hooks=hooks)
+        replace_modules(model, {id(model.get_submodule(name)): new for name, new in self.modules.items()})
         for name, (parent, activation) in self.activations.items():
             key = name.rpartition(".")[2]
             fuse(parent, key, parent._modules.get(key_before(parent, key)), activation).apply()

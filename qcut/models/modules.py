@@ -480,10 +480,10 @@ def as_given(x: Tensor, module: nn.Module) -> Tensor:
     return x.to(weight.device, weight.dtype if weight.is_cuda else x.dtype)
 
 
-def replace_modules(model: nn.Module, new: dict[int, nn.Module], *, hooks: bool = True) -> None:
-    """Replace modules, given by id, wherever the model registers them; with ``hooks``, these stay (`keep_hooks`)."""
+def replace_modules(model: nn.Module, new: dict[int, nn.Module]) -> None:
+    """Replace modules, given by id, wherever the model registers them; hooks stay (`keep_hooks`)."""
     for module in list(model.modules()):
-        if hooks and id(module) in new:
+        if id(module) in new:
             keep_hooks(module, new[id(module)])
     for parent in list(model.modules()):
         for key, child in parent._modules.items():

@@ -38,6 +38,7 @@ class Job:
         foreign: load another library's checkpoint.
         probed: call each layer by itself, too: one that takes and gives what Llama's do.
         refused: also try what models in parts refuse.
+        hooked: a layer of a Llama whose result a hook doubles, which the model's constructor sets.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Job:
     foreign: bool = False
     probed: bool = True
     refused: bool = False
+    hooked: str = ""
 
 
 def config_of(job: Job) -> dict[str, Any]:
@@ -71,6 +73,18 @@ def config_of(job: Job) -> dict[str, Any]:
             given["second_moments"] = qcut.collect_second_moments(plain, [IDS], progress=False)
     options["quantization_config"] = qcut.QcutConfig(**given)
     return options
+
+
+def model_class(job: Job) -> Any:
+    """The class by which a job's model is loaded."""
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    class Hooked(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.get_submodule(job.hooked).register_forward_hook(lambda layer, args, y: 2 * y)
+
+    return Hooked if job.hooked else AutoModelForCausalLM
 
 
 def rows_for(name: str, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -233,8 +247,6 @@ class _Watch:
 
 
 def _load(job: Job) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
     options = config_of(job)
     if job.distributed:
         from transformers.distributed import DistributedConfig
@@ -242,7 +254,7 @@ def _load(job: Job) -> nn.Module:
         options["distributed_config"] = DistributedConfig(**job.distributed)
     else:
         options["tp_plan"] = "auto"
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(job.folder, **options)
+    model: nn.Module = model_class(job).from_pretrained(job.folder, **options)
     return model
 
 

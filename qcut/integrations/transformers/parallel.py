@@ -132,7 +132,7 @@ class TensorParallel:
 
         Raises:
             UnsupportedError: a layer that cannot be cut into equal parts of whole groups, has an activation that parts
-                along K cannot compute, or has another style (named).
+                along K cannot compute, has hooks on its forward, or has another style (named).
         """
         self._layers = dict(layers)
         for name, whole in self._layers.items():
@@ -140,6 +140,12 @@ class TensorParallel:
             along = self._along(name)
             if along is None:
                 continue
+            module = self._model.get_submodule(name)
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                raise UnsupportedError(
+                    f"layer {name!r}: tp_size={self.size}, and {getattr(hook, '__qualname__', hook)!r}, a hook on its "
+                    "forward, would see the channels of one process; allowed: one process, or a layer without hooks"
+                )
             channels, what = ((whole.n, "output"), (whole.k, "input"))[along]
             if channels % self.size:
                 raise UnsupportedError(

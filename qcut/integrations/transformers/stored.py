@@ -160,7 +160,7 @@ class StoredLoading:
             experts = self._skeleton.modules[name]
             for part in PROJECTIONS:
                 experts._modules[part] = self._skeleton.layers.get(f"{name}.{part}", experts._modules[part])
-        self._skeleton.put_into(model, hooks=self._parallel is None)  # of parts, they are set below
+        self._skeleton.put_into(model)
         tie_layers(dict(model.named_modules(remove_duplicate=False)), self._saved.tied)
         for name, parameter in model.named_parameters():
             if isinstance(parameter, FrozenWeight):

@@ -37,6 +37,7 @@ ROUND_TOKENS = ("w8a8", "codebook4_g16_int8")
 """Schemes with tokens that become int8, with a scale each: parts round otherwise than the whole."""
 FITTED = "codebook3_g32_qr"
 STORED = ("w8a8_static", "codebook2+3_g16")
+HOOKED = ("up_proj", "down_proj")
 Results = dict[str, list[dict[str, Any]]]
 
 
@@ -110,6 +111,9 @@ def _jobs(folder: Path) -> list[Job]:
         path = folder / "saved" / name
         opened(Path(job.folder), **config_of(job)).save_pretrained(path)
         made.append(replace(job, name=f"stored {name}", folder=str(path), config=None, refused=False))
+    for job in [one for one in made if one.name.endswith("tied tables")]:
+        made.append(replace(job, name=f"{job.name}, hooked", hooked="lm_head"))
+        made += [replace(job, name=f"{job.name}, {key}", hooked=f"model.layers.0.mlp.{key}") for key in HOOKED]
     foreign = opened(folder / "llama")
     qcut.quantize(foreign, "w8a8", progress=False)
     qcut.save_compressed_tensors(foreign, folder / "foreign")
@@ -263,6 +267,14 @@ def test_checkpoints_give_the_parts_that_quantizing_gives(name: str, results: Re
         assert online["whole"] == stored["whole"]
 
 
+@pytest.mark.parametrize("name", ["tied tables", "stored tied tables"])
+@cuts
+def test_hooks_of_a_constructor_stay(name: str, results: Results) -> None:
+    for plain, hooked in zip(results[name], results[f"{name}, hooked"], strict=True):
+        assert hooked["whole"] == ["lm_head"]
+        assert torch.equal(hooked["logits"], 2 * plain["logits"])
+
+
 @pytest.mark.parametrize("scheme", ["codebook4_g16", "codebook2+3_g16", "int4_g16"])
 @cuts
 def test_shard_of_columns_has_its_own_seed(scheme: str, jobs: dict[str, Job], results: Results) -> None:
@@ -339,6 +351,11 @@ REFUSED = {
     "weight": r"'model\.layers\.0\.mlp\.up_proj'.*'rowwise' for its weight and 'colwise'",
     "foreign": r"tp_size=2 for a checkpoint of another library",
     "stored groups": r"tp_size=2 for .* input channels.*_proj",
+    **{
+        f"{stored}tied tables, {key}": rf"layer 'model\.layers\.0\.mlp\.{key}': tp_size=2, and .*, a hook on its"
+        for stored in ("", "stored ")
+        for key in HOOKED
+    },
 }
 
 
@@ -375,7 +392,8 @@ def test_parts_are_no_checkpoint(results: Results) -> None:
 @cuts
 def test_an_activation_between_layer_and_sum_is_refused() -> None:
     config = SimpleNamespace(distributed_config=SimpleNamespace(tp_plan=None))
-    parallel = TensorParallel(SimpleNamespace(config=config, tp_plan={"net.*": "rowwise"}), 2)
+    model = SimpleNamespace(config=config, tp_plan={"net.*": "rowwise"}, get_submodule=lambda name: nn.Linear(64, 8))
+    parallel = TensorParallel(model, 2)
     scheme = qcut.Codebook(group_size=16)
     parallel.check({"net.0": Whole(scheme, 8, 64, "none"), "other": Whole(scheme, 7, 63, "relu")})
     with pytest.raises(UnsupportedError, match=r"'net\.0': its activation \(relu\).*fuse=False"):
