@@ -284,7 +284,7 @@ class DraftedTokens(NewTokens[S]):
     ) -> None:
         super().__init__(tokens, sequences, log_probabilities)
         self._loop, self._width = loop, width
-        self._lengths = loop.lengths  # until the loop starts anew
+        self._lengths = loop.lengths
         self._new: list[list[int]] | None = None
         self.verified = self.right = 0
 
@@ -304,8 +304,7 @@ class DraftedTokens(NewTokens[S]):
                 verified = sequence.drafts.note(self._width, count, found)
                 sequence.drafted_tokens += verified
                 self.verified += verified
-                if self._loop.lengths is self._lengths:
-                    self._loop.settle(slot, self._width - count)
+                self._loop.settle(self._lengths, slot, self._width - count)
                 self._new.append(tokens[:count])
         return self._new
 

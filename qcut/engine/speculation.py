@@ -181,10 +181,16 @@ class DraftedLoop:
         self.state.slots[len(lengths) :].fill_(self._context)
         self.state.positions[len(lengths) :].zero_()
 
-    def settle(self, slot: int, missed: int) -> None:
-        """Note that a step gave a sequence so many tokens less than the step had."""
+    def settle(self, lengths: list[int], slot: int, missed: int) -> None:
+        """Note that a step gave a sequence so many tokens less than the step had.
+
+        Args:
+            lengths: `lengths` when the step was queued; others may have started the loop since.
+            slot: of the sequence.
+            missed: tokens.
+        """
         if slot not in self._padded:
-            self.lengths[slot] -= missed
+            lengths[slot] -= missed
 
     def pad(self, slot: int) -> None:
         """Make a slot padding: further steps keep no keys and values of its sequence."""
