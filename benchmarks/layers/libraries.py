@@ -356,7 +356,7 @@ PEERS = {
     "humming_w4a16": Peer(*_HUMMING, W4A16, _humming(_HUMMING_INT4, "float16"), prepares=True),
     "humming_w4a8": Peer(*_HUMMING, W4A8, _humming(_HUMMING_INT4, "int8"), prepares=True),
     "exllamav3_4bit": Peer(*("exllamav3",) * 3, TRELLIS, _Trellis, weight=_Trellis.dequantized),
-    "vllm_marlin": Peer("Marlin", "vllm", "vllm", W4A16, _marlin),
+    "vllm_marlin": Peer("Marlin", "vllm", "vllm", W4A16, _marlin, prepares=True),
     "vllm_machete": Peer("Machete", "vllm", "vllm", W4A16, _machete),
     "vllm_w8a8": Peer("vLLM", "vllm", "vllm", W8A8, _vllm_8_bits(torch.int8)),
     "vllm_fp8": Peer("vLLM", "vllm", "vllm", FP8, _vllm_8_bits(torch.float8_e4m3fn)),
