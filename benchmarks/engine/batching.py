@@ -36,7 +36,7 @@ TIE = 0.1
 """Standard deviations of the logits by which another token than the likeliest may fall short: kernels are chosen by
 the number of sequences, and round differently."""
 SWITCH_S = 0.0005
-"""Python's switch interval in seconds, the server's: the default of 5 ms is a decode step of waiting."""
+"""Python's switch interval in seconds, as the server sets it."""
 COPIES = 20
 """Number of copies of a sequence's KV cache."""
 TO_REACH = {"static": 0.8, "gap": 4.0, "constrained": 0.95}
@@ -80,8 +80,7 @@ def prompts_of(count: int, vocabulary: int, shortest: int, longest: int) -> list
 def byte_tokenizer(vocabulary: int) -> Any:
     """A tokenizer of transformers: a token for each byte, and random words, one in a hundred with a quote.
 
-    That is more than in the vocabulary of models/gpt2-5m, where 0.4 % have a quote. Such tokens cost most of a mask's
-    time, since only they end a string.
+    Such tokens take most of a mask's time, since only they end a string; models/gpt2-5m has fewer.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
