@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qcut.common.progress import with_progress
-from qcut.conversion.calibration.curvature import frozen
+from qcut.conversion.calibration.curvature import differentiating, frozen
 from qcut.conversion.commit import commit
 from qcut.conversion.refined import RefinedLayer, Vectors
 from qcut.conversion.report import weight_error
@@ -38,6 +38,7 @@ from qcut.layers.quantized import quantized_layers
 from qcut.models.fusion import Change
 from qcut.models.modules import (
     check_batches,
+    eagerly,
     evaluating,
     forward,
     is_conv1d,
@@ -45,6 +46,7 @@ from qcut.models.modules import (
     is_number,
     model_device,
     output_tensor,
+    state_kept,
     tensor_key,
     to_device,
     weight_nk,
@@ -285,20 +287,30 @@ def _train(
     scaler = torch.amp.GradScaler(device.type, init_scale=_LOSS_SCALE, enabled=half)
     losses: list[float] = []
     pending: list[Tensor] = []
-    with evaluating(model), evaluating(reference), frozen(model), torch.enable_grad(), _computed_by(model, tuned):
+    with (
+        evaluating(model),
+        evaluating(reference),
+        eagerly(),
+        frozen(model),
+        torch.enable_grad(),
+        _computed_by(model, tuned),
+    ):
         for step, i in enumerate(with_progress(order, "refine", "step", shown=progress)):
             share = min(1.0, (step + 1) / _WARM_STEPS) * 0.5 * (1 + math.cos(math.pi * step / len(order)))
             for group, largest in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = largest * share
-            batch = to_device(batches[i], device)
-            with torch.no_grad():
-                expected = forward(reference, batch)
-            with vectors.in_place():
-                loss = _distance(forward(model, batch), expected)
-            if not loss.requires_grad:
-                raise ConfigError("the model cannot be differentiated: its output depends on no layer that is tuned")
+            with torch.no_grad(), state_kept(reference):
+                expected = forward(reference, to_device(batches[i], device))
             optimizer.zero_grad()
-            scaler.scale(loss).backward()
+            with state_kept(model):
+                with vectors.in_place():
+                    loss = _distance(forward(model, to_device(batches[i], device)), expected)
+                if not loss.requires_grad:
+                    raise ConfigError(
+                        "the model cannot be differentiated: its output depends on no layer that is tuned"
+                    )
+                with differentiating():
+                    scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
             pending.append(loss.detach())
@@ -311,9 +323,12 @@ def _train(
 @torch.no_grad()
 def _loss_on(model: nn.Module, reference: nn.Module, batch: Any) -> float:
     """The loss of a model as it is, in evaluation mode."""
-    with evaluating(model), evaluating(reference):
-        given = to_device(batch, model_device(model))
-        return _distance(forward(model, given), forward(reference, given)).item()
+    with evaluating(model), evaluating(reference), eagerly():
+        outputs = []
+        for one in (model, reference):
+            with state_kept(one):
+                outputs.append(forward(one, to_device(batch, model_device(model))))
+        return _distance(*outputs).item()
 
 
 def _finite(losses: list[Tensor], batches: Sequence[int]) -> list[float]:

@@ -38,6 +38,7 @@ from qcut.models.modules import (
     is_conv1d,
     looks_linear,
     model_device,
+    state_kept,
     tensor_bytes,
     to_device,
     weight_nk,
@@ -61,13 +62,8 @@ def excerpt(batch: Any) -> Any:
     ids = input_ids_of(batch)
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if ids is None or any(t.shape != ids.shape for t in tensors):
-        return _copied(batch)
+        return pytree.tree_map_only(Tensor, lambda t: t.clone(), batch)
     return pytree.tree_map_only(Tensor, lambda t: t[:1, :MOST_TOKENS].clone(), batch)
-
-
-def _copied(batch: Any) -> Any:
-    """A batch of copies: a model may change its input in place."""
-    return pytree.tree_map_only(Tensor, lambda t: t.clone(), batch)
 
 
 def vocabulary_tokens(model: nn.Module) -> Any:
@@ -408,37 +404,16 @@ def _run(model: nn.Module, batch: Any, hooks: Mapping[str, tuple[nn.Module, Call
     """The tensors of a model's output, with hooks on its layers meanwhile, and its state as before."""
     handles = []
     try:
-        cuda = [model_device(model)] if model_device(model).type == "cuda" else []
-        with evaluating(model), eagerly(), _state_kept(model), torch.no_grad(), torch.random.fork_rng(devices=cuda):
-            torch.manual_seed(0)
+        with evaluating(model), eagerly(), state_kept(model), torch.no_grad():
             for layer, hook in hooks.values():
                 handles.append(layer.register_forward_hook(hook, with_kwargs=True))
-            output = forward(model, to_device(_copied(batch), model_device(model)))
+            output = forward(model, to_device(batch, model_device(model)))
     finally:
         for handle in handles:
             handle.remove()
     leaves = [*pytree.tree_leaves(output), *pytree.tree_leaves(getattr(output, "__dict__", None))]
     unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     return [leaf.detach().clone() for leaf in unique.values()]
-
-
-@contextmanager
-def _state_kept(model: nn.Module) -> Iterator[None]:
-    """Give a model's buffers and plain attributes their values back: a call may count, or cache."""
-    modules = [module for module in model.modules() if not isinstance(module, QuantizedLayer)]
-    held = (b for module in modules for b in module._buffers.values() if b is not None)
-    buffers = [(b, b.clone()) for b in held if b.layout is torch.strided]
-    plain = (bool, int, float, str, type(None))
-    values = [(vars(m), key, v) for m in modules for key, v in vars(m).items() if isinstance(v, plain)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, copied in buffers:
-                if not torch.equal(buffer, copied):  # some, such as expanded ones, cannot be written to
-                    buffer.copy_(copied)
-        for state, key, value in values:
-            state[key] = value
 
 
 def _values(x: Any, scale: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from qcut.common.progress import with_progress
 from qcut.errors import DtypeError, ShapeError, UnsupportedError
-from qcut.models.modules import evaluating, forward, model_device, output_tensor
+from qcut.models.modules import evaluating, forward, model_device, output_tensor, state_kept
 from qcut.models.selection import check_model
 
 _POSITIONS = 64
@@ -276,7 +276,7 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
     Raises:
         ShapeError: the model returns something of another shape.
     """
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), state_kept(model), torch.no_grad():
         logits = output_tensor(forward(model, ids.to(model_device(model))))
     if logits.ndim != 3 or logits.shape[:2] != ids.shape:
         raise ShapeError(

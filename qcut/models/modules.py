@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
@@ -310,6 +311,67 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+_REGISTERED = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of every module, by which it holds parameters, buffers, modules and hooks."""
+_CONTAINERS = (list, dict, set, deque)
+
+
+@contextmanager
+def state_kept(model: nn.Module, seed: int = 0) -> Iterator[None]:
+    """Give a model and torch's generators their state back after a call: a call may count, cache or draw.
+
+    Kept are buffers and plain attributes: tensors with their values, containers with what they hold, and everything
+    else as the object that it is. Buffers of quantized layers are weights, which no call changes.
+
+    Args:
+        model: its state is kept.
+        seed: of torch's generators meanwhile.
+    """
+    tables = []
+    for module in model.modules():
+        if not isinstance(module, Quantized):
+            own = {key: value for key, value in vars(module).items() if key not in _REGISTERED}
+            tables += [(vars(module), own), (module._buffers, dict(module._buffers))]
+    copies = [(value, made) for _, own in tables for value in own.values() if (made := _copied(value)) is not None]
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators += torch.cuda.default_generators
+    states = [(generator, generator.get_state()) for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        for table, own in tables:
+            for key in [key for key in table if key not in own and key not in _REGISTERED]:
+                del table[key]
+            table.update(own)
+        for value, made in copies:
+            _put_back(value, made)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of an attribute that a call may change in place; None of others."""
+    if isinstance(value, Tensor):
+        return None if value.is_meta or value.layout is not torch.strided else value.detach().clone()
+    return value.copy() if type(value) in _CONTAINERS else None
+
+
+def _put_back(value: Any, made: Any) -> None:
+    if isinstance(value, Tensor):
+        with torch.inference_mode(value.is_inference()), torch.no_grad():
+            if not torch.equal(value, made):  # some, such as expanded ones, cannot be written to
+                value.copy_(made)
+        return
+    value.clear()
+    if isinstance(value, (list, deque)):
+        value.extend(made)
+    else:
+        value.update(made)
+
+
 @contextmanager
 def eagerly() -> Iterator[None]:
     """Run compiled modules as they are written: graphs that were compiled before call no hooks placed since then."""
@@ -370,10 +432,9 @@ def check_batches(batches: Any) -> None:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a batch to the device; mappings become dicts."""
+    """Copy every tensor of a batch to the device, for a model may change its input in place; mappings become dicts."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
-    # A backward pass refuses tensors of inference mode.
-    return pytree.tree_map_only(Tensor, lambda t: (t.clone() if t.is_inference() else t).to(device), batch)
+    return pytree.tree_map_only(Tensor, lambda t: t.to(device, copy=True), batch)
 
 
 def forward(model: nn.Module, batch: Any) -> Any:

@@ -384,7 +384,7 @@ def calibrate(
     statistics with tokens of the others (`qcut.conversion.calibration.few_tokens`).
 
     Args:
-        model: run in evaluation mode without gradients; modes are restored.
+        model: run in evaluation mode without gradients; modes, buffers and attributes are restored after each batch.
         batches: what the model is called on: tensors (first argument), tuples (arguments) or dicts (keywords), of any
             rank; moved to the model's device; read once.
         layers: globs of layer names (``h.*.mlp.c_fc``, ``*.mlp.experts``); None takes every ``nn.Linear`` and

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qcut.conversion.calibration.moments import PRIOR, Moments, check_seen, checked_prior, shrunk, turns_of
 from qcut.conversion.calibration.observers import all_of, run_observed
-from qcut.errors import CalibrationError, ConfigError
+from qcut.errors import CalibrationError, ConfigError, QcutError
 from qcut.layers.experts.opening import opened
 from qcut.models.modules import first_input, forward, model_device, output_tensor, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, check_model, expert_layers, find_layers
@@ -54,7 +54,8 @@ def collect_curvature(
     ``most_bytes=8e9``, each layer is a turn, and the batches are run 48 times.
 
     Args:
-        model: run in evaluation mode; modes and ``requires_grad`` are restored, gradients are left as they are.
+        model: run in evaluation mode; modes, ``requires_grad``, buffers and attributes are restored, gradients are left
+            as they are.
         batches: what the model is called on; see `qcut.calibrate`. In turns, all are held, and read again in each turn.
         layers: globs of layer names; None takes every ``nn.Linear`` and ``Conv1D``, and experts.
         skip: globs of layers to leave out.
@@ -202,17 +203,34 @@ def _differentiate(output: Any, loss: Loss | None, generator: torch.Generator) -
         else:
             slope = torch.randn(result.shape, generator=generator, dtype=torch.float32, device="cpu").to(result.device)
         slope *= _SCALE
-    try:
+    with differentiating():
         result.backward(slope.to(result.dtype))
+
+
+@contextmanager
+def differentiating() -> Iterator[None]:
+    """Raise `ConfigError` for what torch raises about a backward pass."""
+    try:
+        yield
+    except (QcutError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
         raise ConfigError(f"the model cannot be differentiated: {error}") from error
 
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Switch ``requires_grad`` of all parameters off for a while."""
+    """Switch ``requires_grad`` of all parameters off for a while.
+
+    Raises:
+        ConfigError: a parameter was made under ``torch.inference_mode`` (named).
+    """
+    inference = next((name for name, p in model.named_parameters() if p.is_inference()), None)
+    if inference is not None:
+        raise ConfigError(
+            f"parameter {inference!r} was made under torch.inference_mode, and nothing can be differentiated by way of "
+            "it; allowed: a model made outside of that mode"
+        )
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
         p.requires_grad_(False)

@@ -11,7 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from qcut.common.progress import with_progress
 from qcut.errors import CalibrationError
-from qcut.models.modules import check_batches, eagerly, evaluating, first_input, model_device, to_device
+from qcut.models.modules import check_batches, eagerly, evaluating, first_input, model_device, state_kept, to_device
+from qcut.numerics.plain_state import outside_modes
 
 Place = Callable[[], RemovableHandle]
 """Registers one hook."""
@@ -21,7 +22,11 @@ def input_hooks(layers: Mapping[str, nn.Module], observe: Callable[[str, Tensor]
     """Hooks for `run_observed` that call a function with each layer's name and input."""
 
     def hook(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: observe(name, first_input(args, kwargs))
+        def call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            with outside_modes():  # the model's own
+                observe(name, first_input(args, kwargs))
+
+        return call
 
     return (partial(module.register_forward_pre_hook, hook(n), with_kwargs=True) for n, module in layers.items())
 
@@ -37,7 +42,7 @@ def run_observed(
     """Run every batch with hooks in place, and remove the hooks afterwards.
 
     Args:
-        model: in evaluation mode meanwhile.
+        model: in evaluation mode meanwhile; each batch finds its state as it was before.
         batches: moved to the model's device, one after the other.
         hooks: each registers one.
         run: is called with each batch.
@@ -58,7 +63,9 @@ def run_observed(
         handles.extend(place() for place in hooks)
         with evaluating(model), eagerly():
             for batch in with_progress(batches, what, "batch", shown=progress):
-                run(to_device(batch, device))
+                given = to_device(batch, device)
+                with state_kept(model, seed=count):
+                    run(given)
                 count += 1
     finally:
         for handle in handles:

@@ -40,7 +40,7 @@ def collect_second_moments(
     ``4 E (H^2 + I^2)`` bytes a layer: 2.5 GB for 128 experts of H = 2048 and I = 768, and 118 GB for 48 such layers.
 
     Args:
-        model: run in evaluation mode without gradients; modes are restored.
+        model: run in evaluation mode without gradients; modes, buffers and attributes are restored after each batch.
         batches: what the model is called on; see `qcut.calibrate`. In turns, all are held, and read again in each turn.
         layers: globs of layer names; None takes every ``nn.Linear`` and ``Conv1D``, and experts.
         skip: globs of layers to leave out.

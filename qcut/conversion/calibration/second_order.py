@@ -18,16 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from qcut.common.progress import with_progress
-from qcut.conversion.calibration.curvature import frozen
+from qcut.conversion.calibration.curvature import differentiating, frozen
 from qcut.conversion.planning.sensitivity import Metric, kept_positions
 from qcut.errors import CalibrationError
 from qcut.models.modules import (
     as_given,
+    eagerly,
     evaluating,
     float_linear,
     forward,
     model_device,
     output_tensor,
+    state_kept,
     to_device,
 )
 from qcut.models.selection import expert_layers
@@ -53,6 +55,7 @@ def channel_weights(
         float32 ``[N]`` on the model's device, by layer.
 
     Raises:
+        ConfigError: the model cannot be differentiated.
         CalibrationError: gradients are NaN or Inf, or do not reach a layer (named).
 
     Exactness: float32 sums; one draw for each token, from a fixed seed. The same device gives the same numbers where
@@ -74,25 +77,27 @@ def channel_weights(
     handles = [module.register_forward_hook(hook(name)) for name, module in layers.items()]
     total = 0.0
     try:
-        with evaluating(model), frozen(model), torch.enable_grad():
+        with evaluating(model), eagerly(), frozen(model), torch.enable_grad():
             for batch in with_progress(batches, "gradients", "batch", shown=progress):
                 batch = to_device(batch, device)
-                y = output_tensor(forward(model, batch))
-                keep = kept_positions(batch, y)
-                score, size = _drawn(y[keep], metric, generator)
-                total += size
-                gradients = torch.autograd.grad(score, [zeros for _, zeros in probes], allow_unused=True)
-                for (name, _), gradient in zip(probes, gradients, strict=True):
+                with state_kept(model), differentiating():
+                    y = output_tensor(forward(model, batch))
+                    keep = kept_positions(batch, y)
+                    score, size = _drawn(y[keep], metric, generator)
+                    total += size
+                    reached = list(probes)  # checkpoints call layers again in the backward pass
+                    gradients = torch.autograd.grad(score, [zeros for _, zeros in reached], allow_unused=True)
+                for (name, _), gradient in zip(reached, gradients, strict=True):
                     if gradient is not None:
-                        squares = gradient.detach().float().square().flatten(0, -2).sum(0)
+                        squares = gradient.detach().float().square().reshape(-1, gradient.shape[-1]).sum(0)
                         found[name] = found[name] + squares if name in found else squares
                 probes.clear()
     finally:
         for handle in handles:
             handle.remove()
     for names in expert_layers(model, layers).values():
-        if reached := [name for name in names if name in found]:
-            found = {name: torch.zeros_like(found[reached[0]]) for name in names} | found  # no token came to the others
+        if seen := [name for name in names if name in found]:
+            found = {name: torch.zeros_like(found[seen[0]]) for name in names} | found  # no token came to the others
     for name in layers:
         if name not in found or not bool(found[name].isfinite().all()):
             what = "NaN or Inf" if name in found else "none"

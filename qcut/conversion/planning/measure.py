@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from qcut.common.progress import with_progress
 from qcut.conversion.calibration.calibrate import Calibration, calibrate
 from qcut.conversion.calibration.fused_projections import fused_projections
-from qcut.conversion.calibration.observers import run_observed
+from qcut.conversion.calibration.observers import input_hooks, run_observed
 from qcut.conversion.calibration.second_order import channel_weights, expected_loss
 from qcut.conversion.fitting import fitting_scheme
 from qcut.conversion.planning.budget import Budget
@@ -29,6 +30,7 @@ from qcut.models.modules import (
     ExpertsModule,
     check_batches,
     forward,
+    input_ids_of,
     tensor_key,
     tied_elsewhere,
     weight_nk,
@@ -353,12 +355,30 @@ def _experts_of(model: nn.Module, stacks: Mapping[str, Sequence[str]]) -> dict[s
 
 @torch.no_grad()
 def routes_of(model: nn.Module, batch: Any, experts: Mapping[str, ExpertsModule]) -> dict[str, int]:
-    """By layer of an expert, how many experts a token goes to."""
+    """By layer of an expert, how many experts a token goes to.
+
+    Where experts are not called with routes, it is the number of rows that their layers get by token id of the batch;
+    all experts if the batch has no token ids.
+    """
     found: dict[int, int] = {}
+    rows: Counter[str] = Counter()
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        found[id(module)] = inspect.signature(module.forward).bind(*args, **kwargs).arguments["top_k_index"].shape[1]
+        routes = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get("top_k_index")
+        if routes is not None:
+            found[id(module)] = routes.shape[1]
+
+    def count(name: str, x: Tensor) -> None:
+        rows[name.rpartition(".")[0]] += x.shape[0]
 
     hooks = (partial(one.register_forward_pre_hook, note, with_kwargs=True) for one in set(experts.values()))
-    run_observed(model, [batch], hooks, partial(forward, model), "routes", progress=False)
+    layers = {name: model.get_submodule(name) for name in experts}
+    run_observed(
+        model, [batch], [*hooks, *input_hooks(layers, count)], partial(forward, model), "routes", progress=False
+    )
+    ids = input_ids_of(batch)
+    tokens = 0 if ids is None else ids.numel()
+    for name, one in experts.items():
+        if tokens and (seen := rows[name.rpartition(".")[0]]):
+            found.setdefault(id(one), min(one.num_experts, -(-seen // tokens)))
     return {name: found.get(id(one), one.num_experts) for name, one in experts.items()}

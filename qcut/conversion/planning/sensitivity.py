@@ -17,12 +17,14 @@ from qcut.conversion.calibration.calibrate import METHODS, Calibration, Method
 from qcut.layers.linear import Linear
 from qcut.models.modules import (
     as_given,
+    eagerly,
     evaluating,
     float_linear,
     forward,
     input_ids_of,
     model_device,
     output_tensor,
+    state_kept,
     to_device,
 )
 from qcut.schemes import Scheme, StaticRange
@@ -76,10 +78,10 @@ class Judge:
         self.batches = batches
         self.metric: Metric = "output error"
         self.tokens = 0
-        with evaluating(model), torch.no_grad():
+        with evaluating(model), eagerly(), torch.no_grad():
             batch = to_device(batches[0], model_device(model))
             start = time.perf_counter()
-            ids, y = input_ids_of(batch), output_tensor(forward(model, batch))
+            ids, y = input_ids_of(batch), self._output(batch)
             if ids is not None and y.ndim == 3 and y.shape[:2] == ids.shape:
                 self.metric = "perplexity"
             self._divergence(y, y, kept_positions(batch, y))
@@ -99,22 +101,26 @@ class Judge:
         total, self.tokens = 0.0, 0
         batches = self.batches[:max_batches]
         bar = progress_bar(len(variants) * len(batches), what, "pass", shown=self.progress)
-        with evaluating(self.model), torch.no_grad(), bar as advance:
+        with evaluating(self.model), eagerly(), torch.no_grad(), bar as advance:
             for batch in batches:
                 batch = to_device(batch, model_device(self.model))
-                y = output_tensor(forward(self.model, batch))
+                y = self._output(batch)
                 keep = kept_positions(batch, y)
                 self.tokens += int(keep.sum())
                 if self.metric == "output error":
                     total += y[keep].double().square().sum().item()
                 for i, variant in enumerate(variants):
                     with swapped(self.model, variant):
-                        got = output_tensor(forward(self.model, batch))
+                        got = self._output(batch)
                     error[i] += self._divergence(y, got, keep)
                     advance(1)
         if self.metric == "output error":
             return [_or_inf(e / total if total else e) for e in error]
         return [as_loss(e / max(1, self.tokens), self.metric) for e in error]
+
+    def _output(self, batch: Any) -> Tensor:
+        with state_kept(self.model):
+            return output_tensor(forward(self.model, to_device(batch, model_device(self.model))))
 
     def _divergence(self, y: Tensor, got: Tensor, keep: Tensor) -> float:
         if self.metric == "output error":

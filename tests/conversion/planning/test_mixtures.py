@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import qcut
 from qcut.conversion.calibration.calibrate import calibrate
 from qcut.conversion.planning.costs import LayerSize, StepCost, TimeCost
+from qcut.conversion.planning.measure import routes_of
 from qcut.conversion.planning.plan import Plan
 from qcut.conversion.planning.planner import plan
 from qcut.conversion.planning.sensitivity import Judge
@@ -138,6 +140,26 @@ def test_costs_count_experts_that_tokens_read() -> None:
     assert TimeCost(tokens=4096)(one, "w8a8") == pytest.approx(few)  # each computes a quarter of the tokens
     assert one.share_read(1) == 0.25
     assert one.share_read(64) == pytest.approx(1.0)
+
+
+SIZES: dict[str, int] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+OTHER_CALLS = {
+    "Llama4": lambda: transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**SIZES, head_dim=32)),
+    "JetMoe": lambda: transformers.JetMoeForCausalLM(transformers.JetMoeConfig(**SIZES, kv_channels=32)),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_CALLS)
+def test_experts_without_routes_are_planned(kind: str) -> None:
+    model = OTHER_CALLS[kind]().eval()
+    with opened(model) as mixtures:
+        experts = {f"{name}.up.{e}": one for name, one in mixtures.experts.items() for e in range(4)}
+        assert set(routes_of(model, mixture_batches()[0], experts).values()) == {2}
+        embedded = {"inputs_embeds": torch.randn(1, 5, 64)}
+        assert set(routes_of(model, embedded, experts).values()) == {4}
+    found = plan(model, mixture_batches(), bits=5.0, measure="gradient", progress=False)
+    assert qcut.quantize(model, found, progress=False).percent_experts > 50
 
 
 def test_step_limit_takes_routes_from_the_model() -> None:
