@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from qcut.errors import QuantizationWarning
 from qcut.layers.quantized import QuantizedLayer
 from qcut.models.modules import ExpertsModule, expert_count, looks_linear, tensor_key
-from qcut.models.selection import matches
+from qcut.models.selection import DEFAULT_SKIP, expert_stacks, matches
 
 QUANTIZED, ALREADY = "quantized", "already quantized"
 
@@ -139,6 +139,27 @@ def warn_of_float(model: nn.Module, found: Coverage, stacklevel: int) -> None:
     """
     if found.share < EXPECTED_SHARE:
         warnings.warn(f"{type(model).__name__}: {found}", QuantizationWarning, stacklevel=stacklevel)
+
+
+def warn_of_skip(model: nn.Module, skip: Iterable[str], stacklevel: int) -> None:
+    """Warn of globs that leave nothing in float, such as the name of a module without weights of its own.
+
+    Args:
+        model: before it is changed, its experts open.
+        skip: globs as the caller gave them; those of `DEFAULT_SKIP` may match nothing.
+        stacklevel: of the warning.
+    """
+    stacks = expert_stacks(model)
+    names = [name for name, module in model.named_modules() if module._parameters or module._buffers]
+    for pattern in skip:
+        if pattern not in DEFAULT_SKIP and not any(matches(name, [pattern], stacks) for name in names):
+            inside = f"{pattern}.*"
+            other = f"; {inside!r} does" if any(matches(name, [inside], stacks) for name in names) else ""
+            warnings.warn(
+                f"{type(model).__name__}: skip (modules_to_not_convert): {pattern!r} matches no layer{other}",
+                QuantizationWarning,
+                stacklevel=stacklevel,
+            )
 
 
 def _parts(name: str) -> Iterator[str]:

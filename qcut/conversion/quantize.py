@@ -14,7 +14,7 @@ from qcut.common.hooks import notify_quantized
 from qcut.common.progress import progress_bar
 from qcut.conversion.commit import changes_of, commit
 from qcut.conversion.embeddings import classifier_tasks, quantized_table, table_report
-from qcut.conversion.inventory import count_parameters, coverage, warn_of_float
+from qcut.conversion.inventory import count_parameters, coverage, warn_of_float, warn_of_skip
 from qcut.conversion.report import LayerReport, Report, stack_reports, weight_error
 from qcut.conversion.tasks import (
     Task,
@@ -106,7 +106,7 @@ def quantize(
             ranges hold for the model it was made on; call `qcut.smooth` before `qcut.plan`.
         include: globs of layers to quantize; None takes all (of the plan).
         skip: globs of layers to leave in float; None means ``("lm_head",)``, or nothing with a plan. A glob matches
-            the whole dotted name or the end of it.
+            the whole dotted name or the end of it; a `QuantizationWarning` says which ones match no layer.
         embeddings: scheme of the tables of tokens (`qcut.layers.embedding.token_tables`), which become
             `qcut.Embedding`, and of the classifier, tied to one or not, whatever ``include`` and ``skip`` are; None
             leaves them as they are otherwise. Tables of positions stay.
@@ -186,6 +186,7 @@ def quantize(
         covered = coverage(model, replaced, work.skipped, DEFAULT_SKIP if skip is None else skip)
         if include is None and not is_plan(scheme):
             warn_of_float(model, covered, stacklevel=4)
+        warn_of_skip(model, skip or (), stacklevel=4)
         updates = _float_updates(model, smoothing, layers, mixtures) if smoothing else []
 
     single = {name: task for name, task in work.tasks.items() if mixtures.stack_of(name) is None}

@@ -356,8 +356,9 @@ def _layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, Codeboo
         for name, layer in found.items()
         if name not in tied and (layers is None or matches(name, layers, stacks))
     }
-    if not chosen:
-        among = "all" if layers is None else ", ".join(layers)
+    idle = [one for one in layers or () if not any(matches(name, [one], stacks) for name in chosen)]
+    if idle or not chosen:
+        among = ", ".join(idle or ["all"])
         raise ConfigError(f"{type(model).__name__}: found no untied layer with rotated codebooks among {among}")
     return chosen
 

@@ -135,6 +135,7 @@ def test_what_is_refused():
         ({"steps": "all"}, ConfigError, "steps: found 'all'"),
         ({"reference": narrower}, ShapeError, r"layer 'model.layers.0.mlp.up_proj': the reference has \[8, "),
         ({"layers": ["*.nothing"]}, ConfigError, r"no untied layer with rotated codebooks among \*\.nothing"),
+        ({"layers": ["*.q_proj", "*.nothing"]}, ConfigError, r"no untied .* among \*\.nothing$"),
         ({"model": reference}, ConfigError, "no untied layer"),
         (
             {"reference": reference.model},

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -63,3 +65,17 @@ def test_layers_that_stay_are_told_with_their_reason() -> None:
     assert "its own forward" in message
     assert "convolutions" in message
     assert message.startswith("Sequential: 33.")
+
+
+@pytest.mark.parametrize("skip", ["model.layers.0", "*.gate_up_proj", "*.Q_PROJ"])
+@pytest.mark.parametrize("loads", [False, True])
+def test_globs_that_skip_nothing_are_told(skip: str, loads: bool, tmp_path: Path) -> None:
+    globs = ["lm_head", "*.v_proj", "*.input_layernorm", "*.experts", skip]
+    if loads:
+        mixture().save_pretrained(tmp_path)
+        config = qcut.QcutConfig("w8a8", modules_to_not_convert=globs)
+        (message,) = told(lambda: Qwen3MoeForCausalLM.from_pretrained(tmp_path, quantization_config=config))
+    else:
+        (message,) = told(lambda: qcut.quantize(mixture(), "w8a8", skip=globs, progress=False))
+    assert f"skip (modules_to_not_convert): {skip!r} matches no layer" in message
+    assert ("'model.layers.0.*' does" in message) == (skip == "model.layers.0")

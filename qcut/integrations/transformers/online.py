@@ -17,7 +17,7 @@ from qcut.common.memory import return_free_memory
 from qcut.conversion.commit import changes_of, commit
 from qcut.conversion.embeddings import table_report
 from qcut.conversion.fitting import rotatable
-from qcut.conversion.inventory import Coverage, count_parameters, coverage, warn_of_float
+from qcut.conversion.inventory import Coverage, count_parameters, coverage, warn_of_float, warn_of_skip
 from qcut.conversion.quantize import model_bytes, prepare
 from qcut.conversion.report import LayerReport, Report, stack_reports, weight_error
 from qcut.conversion.tasks import Task, stack_reasons
@@ -232,6 +232,7 @@ class OnlineLoading:
             kept = self._config.modules_to_not_convert
             covered = coverage(model, replaced, self._work.skipped, DEFAULT_SKIP if kept is None else kept)
             report = self._report(model, replaced, sizes, covered) if self._config.report else None
+            warn_of_skip(model, kept or (), stacklevel=6)
         if self._config.include is None and isinstance(self._config.scheme, Scheme):
             warn_of_float(model, covered, stacklevel=6)
         for mixture in self._mixtures.values():
