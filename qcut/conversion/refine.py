@@ -37,7 +37,9 @@ from qcut.layers.linear import Linear
 from qcut.layers.quantized import quantized_layers
 from qcut.models.fusion import Change
 from qcut.models.modules import (
+    SEEDS,
     check_batches,
+    check_integer,
     eagerly,
     evaluating,
     forward,
@@ -145,6 +147,7 @@ def refine(
     for what, value in (("rate", rate), ("code_rate", code_rate)):
         if not is_number(value) or not 0 <= value < math.inf:
             raise ConfigError(f"{what}: found {value!r}; allowed: 0 and more")
+    check_integer(seed, "seed", SEEDS)
     check_batches(batches)
     held = list(batches)  # they come in a new order each time
     if not held:

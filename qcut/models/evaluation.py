@@ -258,6 +258,8 @@ def compare(
 
 
 def _batches(windows: Tensor, size: int, what: str, progress: bool) -> Iterable[Tensor]:
+    if not isinstance(size, int):
+        raise DtypeError(f"batch_size: found {size!r}; an integer is needed")
     if size < 1:
         raise ShapeError(f"batch_size: found {size}; at least 1 is allowed")
     return with_progress(windows.split(size), what, "batch", shown=progress)

@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Real
+from numbers import Integral, Real
 from types import MethodType
 from typing import Any
 
@@ -273,12 +273,12 @@ def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def weight_holders(model: nn.Module) -> dict[tuple[Any, ...], list[str]]:
-    """Names of the modules that hold each parameter, by `tensor_key`."""
+    """Names of the modules that hold each parameter or buffer, by `tensor_key`."""
     holders: dict[tuple[Any, ...], list[str]] = {}
     for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(tensor_key(parameter), []).append(name)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                holders.setdefault(tensor_key(tensor), []).append(name)
     return holders
 
 
@@ -397,6 +397,20 @@ def model_device(model: nn.Module) -> torch.device:
 def is_number(value: object) -> bool:
     """Whether a caller's value is a real number."""
     return isinstance(value, Real)
+
+
+def check_integer(value: Any, what: str, least: int = 1) -> None:
+    """Check a caller's integer.
+
+    Raises:
+        ConfigError: this is none, one below ``least``, or one that takes more than 64 bits.
+    """
+    if not isinstance(value, Integral) or not least <= value < 1 << 63:
+        raise ConfigError(f"{what}: found {value!r}; allowed: an integer, {least} and more")
+
+
+SEEDS = -(1 << 63)
+"""The least seed of torch's generators."""
 
 
 def device_with_memory(device: Any) -> torch.device:

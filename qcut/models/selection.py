@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from qcut.errors import ConfigError, DtypeError, QuantizationError, UnsupportedError
@@ -22,7 +22,7 @@ from qcut.models.modules import (
     weight_nk,
     weight_of,
 )
-from qcut.models.weight_sharing.functions import modules_inside, outer_values
+from qcut.models.weight_sharing.functions import modules_inside, named_in_calls, outer_values
 from qcut.models.weight_sharing.readers import class_checked, layers_read
 
 DEFAULT_SKIP = ("lm_head",)
@@ -269,9 +269,15 @@ def _adapters(model: nn.Module) -> dict[int, str]:
 def held_elsewhere(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]:
     """Layers, by id, that are held as plain data too, where no replacement reaches them, and the name of the place.
 
-    Places are attributes of modules and of their classes, and what functions of the model's author name.
+    Places are attributes of modules and of their classes, and what functions of the model's author name. A layer is
+    held with its weight as well, if code that a call comes to names the attribute.
     """
-    candidates = {id(layer) for layer in layers}
+    candidates = {id(layer): layer for layer in layers}
+    owners: dict[Any, list[int]] = {}
+    for key, layer in candidates.items():
+        for name, parameter in layer.named_parameters():
+            if not name.endswith("bias"):
+                owners.setdefault(_memory(parameter), []).append(key)
     found: dict[int, str] = {}
     held = [
         (f"{type(module).__name__}.{key}", modules_inside(value))
@@ -283,9 +289,23 @@ def held_elsewhere(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, s
     outer = [(place, modules_inside(value, 2)) for place, value in outer_values(model)] if candidates else []
     for place, parts in (*held, *outer):
         for part in parts:
-            if id(part) in candidates:
-                found.setdefault(id(part), place)
+            if isinstance(part, nn.Module):
+                keys = [id(part)] if id(part) in candidates else []
+            else:
+                keys = owners.get(_memory(part), [])
+                keys = keys if keys and place.rpartition(".")[2] in named_in_calls(model) else []
+            for one in keys:
+                found.setdefault(one, place)
     return found
+
+
+def _memory(tensor: Tensor) -> Any:
+    """A key that is equal for tensors of one storage."""
+    try:
+        pointer = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # torch's errors for a tensor without storage
+        pointer = 0
+    return (tensor.device, pointer) if pointer else id(tensor)
 
 
 def _unmatched(model: nn.Module, pattern: str, layers: Mapping[str, Any], left: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import qcut
-from qcut.errors import QcutError
+from qcut.errors import ConfigError, QcutError
 
 ROWS = torch.linspace(-2.0, 2.0, 6 * 32).view(6, 32)
 
@@ -73,3 +73,38 @@ def test_one_use_iterators_are_read_once() -> None:
     calibration = qcut.calibrate(net(), (taken.append(len(b)) or b for b in ROWS.split(2)), progress=False)
     assert taken == [2, 2, 2]
     assert calibration.layers["0"].tokens == 6
+
+
+ARGUMENTS: tuple[tuple[str, Any], ...] = (
+    *((name, value) for name in ("seed", "sample_size", "sensitivity_batches") for value in ("x", 1.5, 1 << 70)),
+    *(
+        (name, value)
+        for name in ("most_bytes", "prior", "quantile", "cost", "candidates")
+        for value in ("x", True + 2j)
+    ),
+    ("seed", None),
+    ("candidates", 3),
+)
+TAKE = {
+    "calibrate": ("seed", "sample_size", "quantile"),
+    "moments": ("most_bytes", "prior"),
+    "curvature": ("most_bytes", "prior", "seed"),
+    "plan": ("sensitivity_batches", "cost", "candidates"),
+    "refine": ("seed",),
+}
+CALLS: dict[str, Callable[..., object]] = {
+    "calibrate": qcut.calibrate,
+    "moments": qcut.collect_second_moments,
+    "curvature": qcut.collect_curvature,
+    "plan": qcut.plan,
+    "refine": lambda model, batches, **options: qcut.refine(model, net(), batches, **options),
+}
+
+
+@pytest.mark.parametrize(
+    ("use", "name", "value"),
+    [(use, name, value) for use, names in TAKE.items() for name, value in ARGUMENTS if name in names],
+)
+def test_arguments_of_other_types_are_refused(use: str, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: found "):
+        CALLS[use](net(), ROWS.split(2), progress=False, **{name: value})

@@ -26,7 +26,7 @@ from qcut.conversion.verification import excerpt
 from qcut.errors import CalibrationError, ConfigError
 from qcut.layers.experts.opening import Opened, opened
 from qcut.layers.linear import Linear
-from qcut.models.modules import forward, weight_nk
+from qcut.models.modules import SEEDS, check_integer, forward, is_number, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, check_model, find_layers
 from qcut.models.tracing import NormPair, NormTracer
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
@@ -275,8 +275,8 @@ def _check_method(method: str) -> Method:
 
 
 def _check_quantile(quantile: float) -> float:
-    if not 0.5 < quantile <= 1.0:
-        raise ConfigError(f"quantile: found {quantile}; allowed is 0.5 < quantile <= 1")
+    if not is_number(quantile) or not 0.5 < quantile <= 1.0:
+        raise ConfigError(f"quantile: found {quantile!r}; allowed is 0.5 < quantile <= 1")
     return quantile
 
 
@@ -409,8 +409,8 @@ def calibrate(
     """
     _check_method(method)
     _check_quantile(quantile)
-    if sample_size < 1:
-        raise ConfigError(f"sample_size: found {sample_size}; at least 1 is allowed")
+    check_integer(sample_size, "sample_size")
+    check_integer(seed, "seed", SEEDS)
     check_model(model)
     with opened(model) as mixtures:
         chosen = find_layers(model, layers, skip)

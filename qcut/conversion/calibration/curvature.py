@@ -14,7 +14,7 @@ from qcut.conversion.calibration.moments import PRIOR, Moments, check_seen, chec
 from qcut.conversion.calibration.observers import all_of, run_observed
 from qcut.errors import CalibrationError, ConfigError, QcutError
 from qcut.layers.experts.opening import opened
-from qcut.models.modules import first_input, forward, model_device, output_tensor, weight_nk
+from qcut.models.modules import SEEDS, check_integer, first_input, forward, model_device, output_tensor, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, check_model, expert_layers, find_layers
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.plain_state import in_plain_state
@@ -84,6 +84,7 @@ def collect_curvature(
     """
     if loss not in ("tokens", "outputs", None):
         raise ConfigError(f"loss: found {loss!r}; allowed: tokens, outputs or None")
+    check_integer(seed, "seed", SEEDS)
     check_model(model)
     with opened(model):
         sizes = {name: _bytes(*weight_nk(module).shape) for name, module in find_layers(model, layers, skip).items()}

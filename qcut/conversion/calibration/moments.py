@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qcut.errors import CalibrationError, ConfigError
+from qcut.models.modules import is_number
 
 M = TypeVar("M")
 
@@ -77,8 +78,8 @@ def checked_prior(prior: float) -> float:
     Raises:
         ConfigError: it is negative, or no finite number.
     """
-    if not 0 <= prior < math.inf:
-        raise ConfigError(f"prior: found {prior}; allowed: 0 and more, such as {PRIOR}")
+    if not is_number(prior) or not 0 <= prior < math.inf:
+        raise ConfigError(f"prior: found {prior!r}; allowed: 0 and more, such as {PRIOR}")
     return prior
 
 
@@ -97,8 +98,8 @@ def turns_of(
     """
     if most_bytes is None:
         return [list(sizes)]
-    if not most_bytes > 0:
-        raise ConfigError(f"most_bytes: found {most_bytes}; a positive number is allowed, such as 8e9")
+    if not is_number(most_bytes) or not most_bytes > 0:
+        raise ConfigError(f"most_bytes: found {most_bytes!r}; a positive number is allowed, such as 8e9")
     stack_of = {name: stack for stack, names in stacks.items() for name in names}
     units: dict[str, list[str]] = {}
     for name in sizes:

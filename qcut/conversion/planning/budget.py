@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +67,8 @@ class Budget:
             finite = is_number(value) and math.isfinite(value)
             if not finite or value < 0 or (value == 0 and name != "budget"):
                 raise ConfigError(f"{name}: found {value!r}; a finite number {least} is allowed, such as {example}")
+        if cost is not None and not callable(cost):
+            raise ConfigError(f"cost: found {cost!r}; allowed: a cost model (qcut.conversion.planning.costs)")
         if bits is None and step_us is None:
             if objective not in (None, "time", "memory"):
                 raise ConfigError(f"objective: found {objective!r}; allowed are 'time' and 'memory', or pass cost=")
@@ -89,6 +91,8 @@ class Budget:
             ConfigError: an unknown scheme, or an empty list.
         """
         usual = WITHIN_LOSS if self.loss is not None else WITHIN_COST
+        if isinstance(candidates, str | Scheme) or not isinstance(candidates, Iterable | None):
+            raise ConfigError(f"candidates: found {candidates!r}; allowed: a list of schemes, such as {list(usual)}")
         schemes = list(dict.fromkeys(map(parse_scheme, usual if candidates is None else candidates)))
         if not schemes:
             raise ConfigError(f"candidates: found none; choose among {', '.join(usual)}")

@@ -17,7 +17,7 @@ from qcut.conversion.planning.plan import LayerPlan, Plan
 from qcut.conversion.tasks import check_given
 from qcut.errors import ConfigError
 from qcut.layers.experts.opening import opened
-from qcut.models.modules import weight_nk
+from qcut.models.modules import check_integer, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, check_model
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.plain_state import in_plain_state
@@ -125,8 +125,8 @@ def plan(
         raise ConfigError(f"measure: found {measure!r}; allowed are 'model', 'layer' and 'gradient'")
     limit = Budget.of(budget, bits, step_us, objective, cost)
     schemes = limit.schemes(candidates)
-    if sensitivity_batches is not None and sensitivity_batches < 1:
-        raise ConfigError(f"sensitivity_batches: found {sensitivity_batches}; at least 1 is allowed, or None for all")
+    if sensitivity_batches is not None:
+        check_integer(sensitivity_batches, "sensitivity_batches")
     check_model(model)
     check_given(calibration, second_moments)
     with opened(model):

@@ -79,6 +79,11 @@ def reached(model: nn.Module) -> Iterator[tuple[nn.Module, list[FunctionType]]]:
         yield module, [*dict.fromkeys([*by_class[type(module)], *extra])]
 
 
+def named_in_calls(model: nn.Module) -> set[str]:
+    """The names that code mentions which a call of the model comes to."""
+    return {name for function in {f for _, fs in reached(model) for f in fs} for name in mentioned_by(function)}
+
+
 def mentions(model: nn.Module, names: Sequence[str], known: type) -> bool:
     """Whether code that the model reaches mentions a child by one of these names, or walks its modules without names.
 
@@ -94,9 +99,9 @@ def mentions(model: nn.Module, names: Sequence[str], known: type) -> bool:
     return False
 
 
-def modules_inside(value: Any, depth: int = 4) -> Iterator[nn.Module]:
-    """The modules in plain data: in containers, weak references, partial and bound functions, and objects."""
-    if isinstance(value, nn.Module):
+def modules_inside(value: Any, depth: int = 4) -> Iterator[nn.Module | Tensor]:
+    """Modules and tensors in plain data: in containers, weak references, partial and bound functions, and objects."""
+    if isinstance(value, (nn.Module, Tensor)):
         yield value
     elif depth and value is not None and not isinstance(value, _LEAVES):
         parts: list[Any] = []
@@ -116,7 +121,7 @@ def modules_inside(value: Any, depth: int = 4) -> Iterator[nn.Module]:
             yield from modules_inside(part, depth - 1)
     elif isinstance(value, FunctionType):
         for one in enclosed(value).values():
-            if isinstance(one, nn.Module):
+            if isinstance(one, (nn.Module, Tensor)):
                 yield one
 
 
