@@ -405,7 +405,7 @@ def check_integer(value: Any, what: str, least: int = 1) -> None:
     Raises:
         ConfigError: this is none, one below ``least``, or one that takes more than 64 bits.
     """
-    if not isinstance(value, Integral) or not least <= value < 1 << 63:
+    if not isinstance(value, Integral) or not least <= int(value) < 1 << 63:
         raise ConfigError(f"{what}: found {value!r}; allowed: an integer, {least} and more")
 
 
