@@ -165,13 +165,14 @@ def plan_within(space: SearchSpace, budget: Budget) -> Plan:
     for group, scheme in zip(groups, found.choice, strict=True):
         reason = _reason(group, scheme, metric if space.additive else "its output error")
         n, k = weight_nk(space.modules[group.names[0]]).shape
-        if group.stack:
-            ranges = [space.ranges[name] for name in group.names if name in space.ranges]
+        of_stacks = {unit_of[name]: space.stacks[unit_of[name]] for name in group.names if name in unit_of}
+        for stack, names in of_stacks.items():
+            ranges = [space.ranges[name] for name in names if name in space.ranges]
             methods = "/".join(sorted({method for _, method in ranges}))
-            found_by = None, methods, dict(group.sensitivity), dict(group.cost), reason, [one for one, _ in ranges]
-            layers[group.stack] = LayerPlan(scheme, k, n * len(group.names), *found_by)
-            continue
-        for name in group.names:
+            costs = {one: sum(space.costs[name][one] for name in names) for one in group.cost}
+            found_by = None, methods, dict(group.sensitivity), costs, reason, [one for one, _ in ranges]
+            layers[stack] = LayerPlan(scheme, k, n * len(names), *found_by)
+        for name in (one for one in group.names if one not in unit_of):
             n, k = weight_nk(space.modules[name]).shape
             static_range, method = space.ranges.get(name, (None, ""))
             costs = dict(space.costs[name])

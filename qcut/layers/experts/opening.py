@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from qcut.models.modules import ExpertsModule, has_stacked_weights, replace_modules
+from qcut.models.modules import ExpertsModule, has_stacked_weights, replace_modules, tensor_key
 from qcut.models.selection import held_elsewhere
 from qcut.models.weight_sharing.readers import class_checked
 
@@ -110,12 +110,18 @@ def stacked(opened: Opened, layers: dict[str, Linear], device: torch.device | No
         return made
     from qcut.layers.experts.linear_stack import LinearStack
 
+    owners: dict[Any, LinearStack] = {}
     for name, experts in opened.experts.items():
         parts: dict[str, Projection] = {}
         for key in PROJECTIONS:
             names = [f"{name}.{key}.{e}" for e in range(experts.num_experts)]
             if all(one in layers for one in names):
                 made_of = LinearStack.of([layers[one] for one in names], f"{name}.{key}")
+                # Layers with one weight hold the same tensors: their stacks do, too.
+                held = tuple(tensor_key(next(layers[one].buffers())) for one in names)
+                owner = owners.setdefault(held, made_of)
+                if owner is not made_of:
+                    made_of.tie_to(owner)
                 layers.update(zip(names, made_of.layers, strict=True))
                 parts[key] = made_of
         if parts:

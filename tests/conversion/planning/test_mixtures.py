@@ -162,6 +162,22 @@ def test_experts_without_routes_are_planned(kind: str) -> None:
     assert qcut.quantize(model, found, progress=False).percent_experts > 50
 
 
+def test_tied_experts_stay_tied() -> None:
+    model = tiny_mixture()
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    for name in list(first._parameters):
+        second._parameters[name] = first._parameters[name]
+    found = plan(model, mixture_batches(), bits=5.0, measure="gradient", progress=False)
+    assert [name for name in found.layers if "experts" in name] == STACKS
+    assert found.layers[STACKS[0]].scheme == found.layers[STACKS[2]].scheme
+    assert found.layers[STACKS[0]].out_features == EXPERTS * 128
+    qcut.quantize(model, found, progress=False)
+    one, other = (layer.mlp.experts for layer in model.model.layers)
+    for key in ("up", "down"):
+        for mine, theirs in zip(getattr(one, key).buffers(), getattr(other, key).buffers(), strict=True):
+            assert mine.data_ptr() == theirs.data_ptr()
+
+
 def test_step_limit_takes_routes_from_the_model() -> None:
     model = tiny_mixture()
     found = plan(model, mixture_batches(), step_us=60, candidates=["w8a16", "codebook4_g64"], progress=False)
