@@ -362,7 +362,8 @@ def _copied(value: Any) -> Any:
 def _put_back(value: Any, made: Any) -> None:
     if isinstance(value, Tensor):
         with torch.inference_mode(value.is_inference()), torch.no_grad():
-            if not torch.equal(value, made):  # some, such as expanded ones, cannot be written to
+            # To compare is to wait for a GPU; but expanded tensors cannot be written to.
+            if (value.is_cuda and 0 not in value.stride()) or not torch.equal(value, made):
                 value.copy_(made)
         return
     value.clear()
