@@ -55,6 +55,8 @@ class Parts:
         k: input channels of the model's layer.
         tensors: by the end of their names, behind that of the layer, such as ``weight_scale``.
         joint: what is between both parts of a tensor's name.
+        other_name: of the layer: that in the model, or that in the files, whichever ``name`` is not. A configuration
+            may mean the layer by either.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Parts:
     k: int
     tensors: Mapping[str, Stored]
     joint: str = "."
+    other_name: str = ""
 
     def full(self, key: str) -> str:
         """The name of a tensor."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import qcut
@@ -257,6 +258,17 @@ def test_experts_of_several_groups(tmp_path: Path) -> None:
     assert model.get_submodule(FIRST).scheme.name == "w8a8"
 
 
+@pytest.mark.parametrize("target", [r"re:.*block_sparse_moe\.experts", r"re:.*mlp\.experts"])
+@samples.newer_experts
+def test_experts_by_either_name(tmp_path: Path, target: str) -> None:
+    both = config("int-quantized", INT8, TOKENS)
+    both["config_groups"]["group_1"] = {**group("int-quantized", INT8), "targets": [target]}
+    samples.write_mixture(tmp_path, "mixtral", both, lambda name, weight: compress(weight, INT8))
+    model = qcut.load(tmp_path, progress=False)
+    assert model.get_submodule("model.layers.1.mlp.experts").up.scheme.name == "w8a16"
+    assert model.get_submodule(FIRST).scheme.name == "w8a8"
+
+
 @pytest.mark.parametrize(
     ("target", "text"),
     [
@@ -289,6 +301,18 @@ def test_groups_by_name_and_pattern(tmp_path: Path) -> None:
     samples.write(tmp_path, {**both, "format": "mixed-precision"}, pack)
     model = qcut.load(tmp_path, progress=False)
     assert model.get_submodule("model.layers.1.mlp.up_proj").scheme.name == "int4_g32"
+    assert model.get_submodule(FIRST).scheme.name == "w8a8"
+
+
+@pytest.mark.parametrize("target", ["re:layers.*mlp", r"re:model\.layers.*mlp", "layers.1.mlp.up_proj"])
+def test_targets_by_either_name(tmp_path: Path, target: str) -> None:
+    both = config("int-quantized", INT8, TOKENS)
+    both["config_groups"]["group_1"] = {**group("int-quantized", INT8), "targets": [target]}
+    samples.write(tmp_path, both, lambda name, weight: compress(weight, INT8))
+    tensors = load_file(tmp_path / "model.safetensors")
+    samples.save(tmp_path, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+    model = qcut.load(tmp_path, progress=False)
+    assert model.get_submodule("model.layers.1.mlp.up_proj").scheme.name == "w8a16"
     assert model.get_submodule(FIRST).scheme.name == "w8a8"
 
 

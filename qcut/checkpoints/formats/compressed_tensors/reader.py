@@ -224,16 +224,20 @@ class CompressedTensors:
         layout = self._target(name)
         return None if layout is None else layout.row_scheme(f"{self._where}: layer {name!r}")
 
-    def _target(self, name: str) -> Layout | None:
-        """The layout of a layer: targets that name it come before patterns, and patterns before its class."""
+    def _target(self, *names: str) -> Layout | None:
+        """The layout of a layer: targets that name it come before patterns, and patterns before its class.
+
+        Args:
+            names: in the model and in the files. Writers state those of their own model, which may be either.
+        """
         for fits in (_Targets.by_name, _Targets.by_pattern, _Targets.by_class):
             for group in self._groups:
-                if fits(group.targets, name):
+                if any(fits(group.targets, name) for name in names if name):
                     return group.layout
         return None
 
     def _layout_of(self, parts: Parts) -> Layout:
-        layout = self._target(parts.name)
+        layout = self._target(parts.name, parts.other_name)
         if layout is None:
             raise CheckpointError(
                 f"{self._where}: layer {parts.name!r} has quantized tensors, and no group has it as target"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qcut.checkpoints.formats.experts.layers import IntegerFormat, expert_layers
-from qcut.checkpoints.formats.experts.names import ExpertNames, full_name
+from qcut.checkpoints.formats.experts.names import ExpertNames, Place, full_name
 from qcut.checkpoints.formats.experts.whole import turned, whole_stacks
 from qcut.checkpoints.formats.parts import FLOATS, Format, Parts, Stored
 from qcut.errors import CheckpointError, UnsupportedError
@@ -117,7 +117,7 @@ def take_experts(
             rest[name] = stored
             continue
         one = found.setdefault(parameter, _Found(parameter, parameters[parameter].shape, place.parts, where))
-        one.add(place.expert, place.part, place.key, stored, stored_as.get(name, name))
+        one.add(place, stored, name, stored_as.get(name, name))
     for parameter, one in found.items():
         if parameter in rest:
             raise CheckpointError(
@@ -162,19 +162,21 @@ class _Found:
         self._n = rows // parts
         self._tensors: dict[tuple[int, int], dict[str, Stored]] = {}
         self._names: dict[tuple[int, int], str] = {}
+        self._renamed: dict[tuple[int, int], str] = {}
         self.first = ""
 
-    def add(self, expert: int, part: int, key: str, stored: Stored, name: str) -> None:
-        """Add a tensor.
+    def add(self, place: Place, stored: Stored, renamed: str, name: str) -> None:
+        """Add a tensor, by its name in the files and the one that `ExpertNames.renamed` gives it.
 
         Raises:
             CheckpointError: the model has no such expert.
         """
-        if expert >= self._experts:
+        layer, key = (place.expert, place.part), place.key
+        if place.expert >= self._experts:
             raise CheckpointError(f"{self._where}: tensor {name!r}: the model has experts 0 to {self._experts - 1}")
         self.first = self.first or name
-        self._tensors.setdefault((expert, part), {})[key] = stored
-        self._names[expert, part] = name.removesuffix(f".{key}")
+        self._tensors.setdefault(layer, {})[key] = stored
+        self._names[layer], self._renamed[layer] = (one.removesuffix(f".{key}") for one in (name, renamed))
 
     def layers(self) -> list[list[Parts]]:
         """What is stored of each expert.
@@ -193,10 +195,11 @@ class _Found:
                 f"{self._where}: {missing} of the {count} layers of {self._parameter!r} are missing; the first is "
                 f"{what} of expert {expert}"
             )
-        return [
-            [Parts(self._names[e, p], self._where, self._n, self._k, self._tensors[e, p]) for p in range(self._parts)]
-            for e in range(self._experts)
-        ]
+        return [[self._layer((e, p)) for p in range(self._parts)] for e in range(self._experts)]
+
+    def _layer(self, layer: tuple[int, int]) -> Parts:
+        renamed = self._renamed[layer]
+        return Parts(self._names[layer], self._where, self._n, self._k, self._tensors[layer], other_name=renamed)
 
 
 def _stack(
