@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from qcut.common.files import replacing
 from qcut.errors import CheckpointError
 
 DATA_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "tekken.json", "*.model", "*.spm", "*.tiktoken")
@@ -47,7 +48,7 @@ def copy_tokenizer(tokenizer: Any, model: nn.Module, directory: Path) -> None:
             raise CheckpointError(f"{directory}: the tokenizer cannot be saved: {error}") from error
         return
     if source is not None and has_tokenizer(source) and not has_tokenizer(directory):
-        _copy(source, directory, (*DATA_FILES, *_OTHER_FILES))
+        _copy(source, directory, (*_OTHER_FILES, *DATA_FILES))  # data last: with them a tokenizer is there
 
 
 def fetch_processors(name: str, directory: Path, on_disk: bool) -> None:
@@ -76,10 +77,13 @@ def _source(model: nn.Module) -> Path | None:
 
 
 def _copy(source: Path, directory: Path, patterns: tuple[str, ...]) -> None:
+    """Copy the files that the directory does not have, all or none of them: an existing one is never written again."""
     try:
-        for pattern in patterns:
-            for path in source.glob(pattern):
-                if path.is_file() and not (directory / path.name).exists():
-                    shutil.copyfile(path, directory / path.name)
+        found = {path.name: path for pattern in patterns for path in source.glob(pattern) if path.is_file()}
+        new = [name for name in found if not (directory / name).exists()]
+        with replacing(*(directory / name for name in new)) as files:
+            for name, file in zip(new, files, strict=True):
+                with open(found[name], "rb") as original:
+                    shutil.copyfileobj(original, file)
     except OSError as error:
         raise CheckpointError(f"{directory}: files of {source} cannot be copied: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,23 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "known" / "config.json").read_text())["model_type"] == "gpt2"
     with pytest.raises(CheckpointError, match="tokenizer: found a str"):
         qcut.save(model, tmp_path / "wrong", tokenizer="gpt2")
+
+
+def test_tokenizer_is_copied_whole(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path)
+    model = opened(folder, quantization_config=qcut.QcutConfig("w8a8"))
+    tokenizer().save_pretrained(folder)
+    (folder / "merges.txt").write_bytes(bytes(2 << 20))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # as on a disk that is full
+    try:
+        with pytest.raises(CheckpointError, match="cannot be copied"):
+            qcut.save(model, tmp_path / "saved")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    qcut.save(model, tmp_path / "saved")
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt"):
+        assert (tmp_path / "saved" / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_the_commands_read_what_transformers_wrote(tmp_path: Path) -> None:
