@@ -332,6 +332,8 @@ def test_targets_by_either_name(tmp_path: Path, target: str) -> None:
         (lambda g: g.update(targets=["re:("]), "is no pattern"),
         (lambda g: g.update(targets=["re:(.|m)*x"]), "has 1 repetitions; 5 are read, none of a group"),
         (lambda g: g.update(targets=["re:" + ".*" * 40 + "x"]), "has 40 repetitions"),
+        (lambda g: g.update(targets=["re:" + "(?:.|.)" * 40 + "#"]), "can be tried in 1.1e\\+12 ways"),
+        (lambda g: g.update(targets=["re:" + "a?" * 2000 + "#"]), "can be tried in inf ways"),
         (lambda g: g.update(targets=["Conv2d"]), "no group has it as target"),
         (lambda g: g.pop("targets"), "field 'targets' is missing"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +27,8 @@ LAYOUTS = {
 """By ``format``, the `Layout` that reads it."""
 _MOST_REPEATS, _MOST_PATTERNS, _MOST_GROUPS = 5, 1024, 1024
 _REPEAT, _REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+_MOST_WAYS, _WAYS_OF_REPEAT = 1 << 19, 8.0
+_PLAIN, _OPTIONAL = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL), re.compile(r"(?<![(*+?}])\?")
 _ARGS = schema.record(
     {"num_bits": schema.integer(1, 64)},
     {
@@ -252,10 +255,29 @@ def _pattern(target: str, where: str) -> re.Pattern[str]:
         raise UnsupportedError(
             f"{where}: target {target[:80]!r} has {repeats} repetitions; {_MOST_REPEATS} are read, none of a group"
         )
+    if (ways := _ways(target[3:])) > _MOST_WAYS:
+        raise UnsupportedError(
+            f"{where}: target {target[:80]!r} can be tried in {ways:.2g} ways, the product of its alternatives, 2 for "
+            f"each '?' and {_WAYS_OF_REPEAT:g} for each repetition; {_MOST_WAYS} are read"
+        )
     try:
         return re.compile(target[3:])
     except (re.error, RecursionError, OverflowError) as exc:
         raise CheckpointError(f"{where}: target {target[:80]!r} is no pattern: {exc}") from None
+
+
+def _ways(pattern: str) -> float:
+    """A bound of the ways in which a pattern without repeated groups is tried on a name."""
+    plain, factors, alternatives = _PLAIN.sub("x", pattern), list[float](), [1.0]
+    for mark in plain:
+        if mark == "|":
+            alternatives[-1] += 1
+        elif mark == "(":
+            alternatives.append(1.0)
+        elif mark == ")" and len(alternatives) > 1:
+            factors.append(alternatives.pop())
+    factors += [2.0] * len(_OPTIONAL.findall(plain)) + [_WAYS_OF_REPEAT] * len(_REPEAT.findall(plain))
+    return math.prod(factors + alternatives)
 
 
 def _group(data: dict[str, Any], common: str | None, where: str) -> _Group:
