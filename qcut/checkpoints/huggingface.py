@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,9 @@ _COUNTED = ("layer", "depth", "block", "stage", "expert", "head", "label", "grou
 _MOST_PARTS = 1 << 16
 """Most layers, heads, … of a kind. Also most modules and tensors of a model if the number of stored tensors is
 unknown."""
+
+_BUFFER_BYTES = 1 << 30
+"""Bytes of buffers that a model may compute, such as masks and angles of positions, next to one a stored value."""
 
 _DEPTH = 16
 _MOST_VALUES = 1 << 16
@@ -315,14 +318,31 @@ def _at_most(parts: int, where: str) -> Iterator[None]:
         yield
 
 
-def skeleton_model(name: str, config: dict[str, Any], where: str, tensors: int | None = None) -> nn.Module:
+def skeleton_model(
+    name: str, config: dict[str, Any], where: str, shapes: Collection[Sequence[int]] | None = None
+) -> nn.Module:
     """A model of a class of transformers on the meta device: its sizes, without memory.
 
+    Args:
+        name: see `model_of`.
+        config: see `model_of`.
+        where: see `model_of`.
+        shapes: of the tensors that the checkpoint holds, which bound the number of modules, and the memory of buffers
+            that the model computes; None: no bounds.
+
     Raises:
-        CheckpointError, UnsupportedError: see `model_of`.
+        CheckpointError, UnsupportedError: see `model_of`; or buffers beyond the bound (the largest is named).
     """
     with torch.device("meta"):
-        return model_of(name, config, where, tensors=tensors)
+        model = model_of(name, config, where, tensors=None if shapes is None else len(shapes))
+    sizes = {name: buffer.nbytes for name, buffer in model.named_buffers()}
+    if shapes is not None and sum(sizes.values()) > (most := _BUFFER_BYTES + sum(map(math.prod, shapes))):
+        largest = max(sizes, key=sizes.__getitem__)
+        raise CheckpointError(
+            f"{where}: the configuration needs {sum(sizes.values())} bytes of buffers; the largest is {largest!r}, "
+            f"{list(model.get_buffer(largest).shape)}; allowed: {most}, by the values that the checkpoint has"
+        )
+    return model
 
 
 def causal_model(config: dict[str, Any], where: str) -> nn.Module:

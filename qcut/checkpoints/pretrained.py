@@ -181,8 +181,8 @@ def _huggingface(
         where = f"{name}: config.json"
         with _as_checkpoint_errors(name):
             config, _ = transformers.PretrainedConfig.get_config_dict(name, local_files_only=on_disk)
-    stored = None if tensors is None else len(tensors)
-    skeleton: Any = skeleton_model(class_of(config, where), config, where, stored)
+    shapes = None if tensors is None else [shape for _, shape in tensors.values()]
+    skeleton: Any = skeleton_model(class_of(config, where), config, where, shapes)
     if tensors is not None:
         _check_sizes(skeleton, tensors, name)
     given = {} if quantization is None else {"quantization_config": quantization}

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from qcut.checkpoints import hub
 from qcut.checkpoints.detect import QCUT, Detected, Options, headers_of, read_config, safetensors_files
-from qcut.checkpoints.huggingface import check_class, model_of, plain_config
+from qcut.checkpoints.huggingface import check_class, plain_config, skeleton_model
 from qcut.common import versions
 from qcut.common.failures import failures_as
 from qcut.errors import CheckpointError
@@ -41,8 +40,8 @@ def load(found: Detected, options: Options) -> nn.Module:
         class_name = names[0] if isinstance(names, list) and len(names) == 1 else names
         cls = check_class(class_name, where)
         if local:
-            with torch.device("meta"):  # within bounds that the files bear out
-                model_of(class_name, config, where, tensors=len(headers_of(safetensors_files(found.path))))
+            headers = headers_of(safetensors_files(found.path)).values()  # bound what the configuration may ask for
+            skeleton_model(str(class_name), config, where, [header.shape for header in headers])
         made: Any = cls.from_pretrained(
             name,
             dtype=dtype or "auto",

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import GPTJConfig, GPTJForCausalLM
 
 import qcut
 from qcut.checkpoints.formats.turboquant import writer
 from qcut.checkpoints.formats.turboquant.format import Config
+from qcut.checkpoints.pretrained import load_pretrained
 from qcut.conversion.quantize import quantize
 from qcut.errors import CheckpointError
+from tests.support import ROOT
 from tests.support.files import rewrite
 from tests.support.zoo import tiny_hf
 
@@ -67,3 +73,22 @@ def test_labels_of_many_classes_are_read(folder: Path) -> None:
     both = {"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}}
     rewrite(folder / "qcut_config.json", lambda data: data["huggingface"]["config"].update(both))
     assert len(qcut.load(folder, progress=False, verify=False).config.id2label) == 21843
+
+
+@pytest.mark.parametrize("writer", ["compressed-tensors", "save_pretrained", "float"])
+def test_computed_buffers_are_bounded(tmp_path: Path, writer: str) -> None:
+    sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 4, "rotary_dim": 16, "n_positions": 32}
+    model = GPTJForCausalLM(GPTJConfig(**sizes))
+    if writer == "compressed-tensors":
+        qcut.quantize(model, "w8a8", progress=False)
+        qcut.save_compressed_tensors(model, tmp_path)
+    else:
+        model.save_pretrained(tmp_path)
+    if writer == "save_pretrained":
+        GPTJForCausalLM.from_pretrained(tmp_path, quantization_config=qcut.QcutConfig("w8a8")).save_pretrained(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "models" / "gpt2-5m" / file, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rotary_dim": 1 << 24}))
+    with pytest.raises(CheckpointError, match=r"2147483648 bytes of buffers; the largest is '.*embed_positions'"):
+        load_pretrained(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))

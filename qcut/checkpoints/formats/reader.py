@@ -29,7 +29,7 @@ from qcut.checkpoints.formats.gguf.metadata import Metadata, architecture_of
 from qcut.checkpoints.formats.gguf.tensors import Gguf, tensors_of, warn_of_floats
 from qcut.checkpoints.formats.name_mapping import map_names
 from qcut.checkpoints.formats.parts import Format, Parts, Stored
-from qcut.checkpoints.huggingface import model_of, named_class
+from qcut.checkpoints.huggingface import model_of, named_class, skeleton_model
 from qcut.common.progress import with_progress
 from qcut.common.safetensors import TensorFile
 from qcut.errors import CheckpointError, ConfigError
@@ -104,6 +104,7 @@ def _skeleton(found: Detected, opened: _Opened) -> nn.Module:
     name = named_class(opened.config, opened.where)
     beside = (found.path if found.format != GGUF else found.path.parent) / _GENERATION
     generation = read_config(beside) if beside.exists() else None
+    skeleton_model(name, opened.config, opened.where, [stored.shape for stored in opened.tensors.values()])
     with _parameters_on_meta():
         return model_of(name, opened.config, opened.where, tensors=len(opened.tensors), generation=generation)
 
