@@ -13,7 +13,7 @@ from qcut.checkpoints.description import passing_buffers
 from qcut.checkpoints.formats.experts.names import ExpertNames, full_name
 from qcut.checkpoints.formats.experts.stacks import StoredStack, build_experts, take_experts
 from qcut.checkpoints.formats.gguf.tensors import Gguf
-from qcut.checkpoints.formats.parts import FLOATS, CacheFormat, Format, Parts, Stored
+from qcut.checkpoints.formats.parts import FLOATS, CacheFormat, Format, Parts, Stored, names_in_files
 from qcut.common.progress import with_progress
 from qcut.common.safetensors import torch_dtype
 from qcut.errors import CheckpointError
@@ -115,8 +115,8 @@ def map_names(model: nn.Module, form: Format, tensors: Mapping[str, Stored], whe
             kept = {key: stored for key, stored in own.items() if "weight" not in own or key not in passed}
             rest |= {f"{name}.{key}" if name else key: stored for key, stored in kept.items()}
             continue
-        in_files = _name_in_files(model, name, next(iter(own)), stored_as)
-        layers[name] = Parts(name, where, *_sizes(modules[name], name, where), own, other_name=in_files)
+        sizes, others = _sizes(modules[name], name, where), names_in_files(own)
+        layers[name] = Parts(name, where, *sizes, own, other_names=others)
         form.check(layers[name])
         if getattr(modules[name], "bias", None) is not None:
             layers[name].require("bias", FLOATS, [layers[name].n])
@@ -152,12 +152,6 @@ def _stored_names(
             )
         stored_as[name] = stored
     return stored_as
-
-
-def _name_in_files(model: nn.Module, layer: str, key: str, stored_as: Mapping[str, str]) -> str:
-    """The name of a layer in the files, of the model's name and the end of a tensor's."""
-    full = f"{layer}.{key}"
-    return stored_as.get(full, full.removeprefix(f"{getattr(model, 'base_model_prefix', '')}.")).removesuffix(f".{key}")
 
 
 def _without_computed(model: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -26,11 +26,13 @@ class Stored:
         code: of its dtype, as safetensors names it.
         shape: its shape.
         read: reads it into new memory on the CPU.
+        name: in its safetensors file; empty if it is in none.
     """
 
     code: str
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    name: str = ""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Stored:
@@ -41,7 +43,13 @@ class Stored:
     def in_file(cls, file: TensorFile, name: str, verify: bool = True) -> Stored:
         """A tensor of an open file."""
         header = file.headers[name]
-        return cls(header.code, tuple(header.shape), lambda: file.read(name, verify=verify))
+        return cls(header.code, tuple(header.shape), lambda: file.read(name, verify=verify), name)
+
+
+def names_in_files(tensors: Mapping[str, Stored]) -> tuple[str, ...]:
+    """The names of a layer in the files that have its tensors, given by the ends of their names."""
+    names = (stored.name.removesuffix(f".{key}") for key, stored in tensors.items())
+    return tuple(dict.fromkeys(filter(None, names)))
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,8 @@ class Parts:
         k: input channels of the model's layer.
         tensors: by the end of their names, behind that of the layer, such as ``weight_scale``.
         joint: what is between both parts of a tensor's name.
-        other_name: of the layer: that in the model, or that in the files, whichever ``name`` is not. A configuration
-            may mean the layer by either.
+        other_names: of the layer, in the model and in the files, as far as they differ from ``name``. A configuration
+            may mean the layer by any of them.
     """
 
     name: str
@@ -65,7 +73,7 @@ class Parts:
     k: int
     tensors: Mapping[str, Stored]
     joint: str = "."
-    other_name: str = ""
+    other_names: tuple[str, ...] = ()
 
     def full(self, key: str) -> str:
         """The name of a tensor."""

@@ -148,6 +148,22 @@ def test_the_base_of_what_was_saved(tmp_path: Path) -> None:
     assert torch.equal(found, wanted)
 
 
+def test_base_has_the_groups_of_the_whole(tmp_path: Path) -> None:
+    model = samples.llama()
+    qcut.quantize(model, "w8a8", progress=False)
+    qcut.save_compressed_tensors(model, tmp_path)
+
+    def add_group(config: dict[str, Any]) -> None:
+        groups = config["config_groups"]
+        targets = [r"re:model\.layers\.\d\.mlp"]
+        groups["group_1"] = {**groups["group_0"], "targets": targets, "input_activations": None}
+
+    samples.change_config(tmp_path, add_group)
+    base = AutoModel.from_pretrained(tmp_path, config=qcut.foreign_config(tmp_path))
+    schemes = [base.layers[1].self_attn.q_proj.scheme.name, base.layers[1].mlp.up_proj.scheme.name]
+    assert schemes == ["w8a8", "w8a16"]
+
+
 def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = write(hub_of(tmp_path, monkeypatch))
     options: dict[str, Any] = {"cache_dir": tmp_path / "hub", "local_files_only": True}

@@ -235,12 +235,12 @@ class CompressedTensors:
         """
         for fits in (_Targets.by_name, _Targets.by_pattern, _Targets.by_class):
             for group in self._groups:
-                if any(fits(group.targets, name) for name in names if name):
+                if any(fits(group.targets, name) for name in names):
                     return group.layout
         return None
 
     def _layout_of(self, parts: Parts) -> Layout:
-        layout = self._target(parts.name, parts.other_name)
+        layout = self._target(parts.name, *parts.other_names)
         if layout is None:
             raise CheckpointError(
                 f"{self._where}: layer {parts.name!r} has quantized tensors, and no group has it as target"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qcut.checkpoints.formats.experts.layers import IntegerFormat, expert_layers
 from qcut.checkpoints.formats.experts.names import ExpertNames, Place, full_name
 from qcut.checkpoints.formats.experts.whole import turned, whole_stacks
-from qcut.checkpoints.formats.parts import FLOATS, Format, Parts, Stored
+from qcut.checkpoints.formats.parts import FLOATS, Format, Parts, Stored, names_in_files
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.families import expert_weights
@@ -198,8 +198,9 @@ class _Found:
         return [[self._layer((e, p)) for p in range(self._parts)] for e in range(self._experts)]
 
     def _layer(self, layer: tuple[int, int]) -> Parts:
-        renamed = self._renamed[layer]
-        return Parts(self._names[layer], self._where, self._n, self._k, self._tensors[layer], other_name=renamed)
+        tensors = self._tensors[layer]
+        others = (self._renamed[layer], *names_in_files(tensors))
+        return Parts(self._names[layer], self._where, self._n, self._k, tensors, other_names=others)
 
 
 def _stack(
