@@ -34,7 +34,7 @@ from qcut.common.safetensors import (
     tensor_data,
     tensor_digest,
 )
-from qcut.common.schema import JSON_BYTES, read_bytes
+from qcut.common.schema import JSON_BYTES, NAME_LENGTH, read_bytes
 from qcut.errors import QcutError
 
 
@@ -54,7 +54,8 @@ def write_tensors(
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: a dtype that safetensors does not have, or a header beyond `HEADER_BYTES`.
+        ValueError: a dtype that safetensors does not have, a name that readers refuse, or a header beyond
+            `HEADER_BYTES`.
     """
     header: dict[str, Any] = {}
     noted: dict[str, str] = {}
@@ -62,6 +63,11 @@ def write_tensors(
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     end = 0
     for name in order:
+        if name == METADATA or len(name) > NAME_LENGTH or name.encode("utf-8", "replace").decode() != name:
+            raise ValueError(
+                f"tensor {name[:80]!r}: found a name of {len(name)} characters; allowed: up to {NAME_LENGTH} of "
+                f"Unicode, and not {METADATA!r}"
+            )
         tensor = tensors[name]
         code, shape = dtype_code(tensor.dtype), list(tensor.shape)
         if code is None:

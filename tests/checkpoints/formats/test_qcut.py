@@ -138,6 +138,16 @@ def test_second_save_keeps_other_files_drops_old_ones(tmp_path: Path) -> None:
     assert not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
 
 
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800", "x" * 4097])
+def test_names_that_readers_refuse_are_not_saved(tmp_path: Path, name: str) -> None:
+    model = TinyLM()
+    save(model, tmp_path)
+    model.register_buffer(name, torch.ones(3))
+    with pytest.raises(CheckpointError, match=r"tensor '.*': found a name of \d+ characters; allowed: up to 4096"):
+        save(model, tmp_path)
+    load(tmp_path, model=TinyLM, progress=False)  # what was there is in force
+
+
 def test_meta_tensors_cannot_be_saved(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = TinyLM()
