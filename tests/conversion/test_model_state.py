@@ -28,7 +28,7 @@ class Chain(nn.Module):
         self.eval()
 
     def prepare(self) -> None:
-        """Set what a subclass has besides."""
+        """Set attributes of a subclass."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(F.gelu(self.first(x)))

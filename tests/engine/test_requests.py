@@ -28,7 +28,7 @@ def done(scheduler: Scheduler) -> None:
         pass
 
 
-def alone(model: Any, prompt: Any, new: int, **options: Any) -> Any:
+def by_itself(model: Any, prompt: Any, new: int, **options: Any) -> Any:
     (found,) = Engine(model, context=64).generate([prompt], new, **options)
     return found
 
@@ -63,23 +63,23 @@ def test_biases_of_one_request_do_not_reach_others() -> None:
     requests = [scheduler.submit(p, 9, sampling=s) for p, s in zip(prompts, options, strict=True)]
     done(scheduler)
     for request, prompt, each in zip(requests, prompts, options, strict=True):
-        assert request.result() == alone(model, prompt, 9, sampling=each)
+        assert request.result() == by_itself(model, prompt, 9, sampling=each)
     assert requests[0].tokens == [7] * 9
-    assert requests[1].tokens == alone(model, prompts[1], 9).tokens
+    assert requests[1].tokens == by_itself(model, prompts[1], 9).tokens
 
 
 def test_stop_tokens_wait_for_the_least_length() -> None:
     model, (prompt,) = small("llama"), prompts_of(VOCABULARY, 6)
-    stop = alone(model, prompt, 4).tokens[1:2]
-    assert len(alone(model, prompt, 20, stop=stop).tokens) == 2
+    stop = by_itself(model, prompt, 4).tokens[1:2]
+    assert len(by_itself(model, prompt, 20, stop=stop).tokens) == 2
     scheduler = Scheduler(Engine(model, batch=2, context=64))
-    found = alone(model, prompt, 20, stop=stop, min_new_tokens=6)
+    found = by_itself(model, prompt, 20, stop=stop, min_new_tokens=6)
     request = scheduler.submit(prompt, 20, stop=stop, min_new_tokens=6)
     done(scheduler)
     assert request.result() == found
     assert len(found.tokens) > 6
     assert stop[0] not in found.tokens[:6]
-    assert alone(model, prompt, 6, stop=[stop[0], 10**9, -1], min_new_tokens=6).tokens == found.tokens[:6]
+    assert by_itself(model, prompt, 6, stop=[stop[0], 10**9, -1], min_new_tokens=6).tokens == found.tokens[:6]
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,14 @@ def test_prompts_are_scored_next_to_other_requests() -> None:
     requests = [scheduler.submit(p, new, prompt_top=3) for p, new in zip(prompts, (5, 0, 1, 0), strict=True)]
     again = scheduler.submit(prompts[0], 0, prompt_top=0)  # its beginning is kept, and read all the same
     done(scheduler)
-    assert before.result() == alone(model, prompts[2], 20)
+    assert before.result() == by_itself(model, prompts[2], 20)
     for request, prompt, scores in zip(requests, prompts, want, strict=True):
         found = request.prompt_log_probabilities
         assert found is not None
         assert len(found) == len(prompt) - 1
         torch.testing.assert_close(torch.tensor([each.chosen for each in found]), -scores)
         assert all(len(each.top) == 3 for each in found)
-    assert requests[0].result() == alone(model, prompts[0], 5)
+    assert requests[0].result() == by_itself(model, prompts[0], 5)
     assert (requests[1].result().tokens, requests[1].reason) == ([], "length")
     assert [event.token for event in requests[3].events()] == [None]
     assert [each.chosen for each in again.prompt_log_probabilities or ()] == pytest.approx(
@@ -189,8 +189,8 @@ def test_failed_settings_end_only_their_request(top_k: Any) -> None:
         good = scheduler.submit([3], 9, sampling=Sampling(1.0, seed=3))
         with pytest.raises(RequestError, match="the request has failed"):
             bad.result()
-        assert good.result() == alone(model, [3], 9, sampling=Sampling(1.0, seed=3))
-        assert scheduler.submit([4], 5).result() == alone(model, [4], 5)
+        assert good.result() == by_itself(model, [3], 9, sampling=Sampling(1.0, seed=3))
+        assert scheduler.submit([4], 5).result() == by_itself(model, [4], 5)
         assert scheduler.error is None
         assert bad.reason == "failed"
 
@@ -221,7 +221,7 @@ def test_a_failed_tokenizer_ends_only_its_request(error: BaseException) -> None:
     with scheduler:
         with pytest.raises(ConfigError, match=r"the tokenizer fails on [0-9]+ tokens"):
             bad.result()
-        assert good.result().tokens == alone(model, [3], 12).tokens
+        assert good.result().tokens == by_itself(model, [3], 12).tokens
         assert scheduler.error is None
 
 
@@ -235,9 +235,9 @@ def test_a_failed_listener_ends_only_its_request(error: BaseException) -> None:
 
     with Scheduler(Engine(model, batch=2, context=64)) as scheduler:
         bad = scheduler.submit([1, 2], 30, listener=listener)
-        assert scheduler.submit([3], 20).result() == alone(model, [3], 20)
+        assert scheduler.submit([3], 20).result() == by_itself(model, [3], 20)
         assert ended.wait(10)
-        assert scheduler.submit([4], 5).result() == alone(model, [4], 5)
+        assert scheduler.submit([4], 5).result() == by_itself(model, [4], 5)
     assert bad.reason == "cancelled"
 
 
@@ -270,7 +270,7 @@ def test_a_failed_chunk_ends_only_its_prompts() -> None:
     done(scheduler)
     hook.remove()
     assert (bad.reason, str(bad.error)) == ("failed", "the request has failed: RuntimeError: no memory")
-    assert running.result() == alone(model, [1, 2], 30)
+    assert running.result() == by_itself(model, [1, 2], 30)
 
 
 def test_cancelled_prompt_stops_in_prefill() -> None:

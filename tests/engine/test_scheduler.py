@@ -29,7 +29,7 @@ def engine_of(model: Any, batch: int, kv_cache: KVDtype = "auto") -> Engine:
     return Engine(model, batch=batch, context=64, kv_cache=kv_cache, calibration_prompts=guide)
 
 
-def alone(model: Any, prompt: list[int], new: int | None, **options: Any) -> Generated:
+def by_itself(model: Any, prompt: list[int], new: int | None, **options: Any) -> Generated:
     (found,) = engine_of(model, 1, options.pop("kv_cache", "auto")).generate([prompt], new, **options)
     return found
 
@@ -76,7 +76,7 @@ def test_admitted_and_retired_sequences_change_no_tokens(kind: str, scheme: str 
         qcut.quantize(model, scheme, allow_growth=True, progress=False)
     prompts = prompts_of(VOCABULARY, 5, 1, 30, 17, 2, 44, 9, 23)
     news = [7, 1, 12, 20, 3, 9, None, 15]
-    want = [alone(model, p, n, kv_cache=kv_cache) for p, n in zip(prompts, news, strict=True)]
+    want = [by_itself(model, p, n, kv_cache=kv_cache) for p, n in zip(prompts, news, strict=True)]
     for ahead in (False, True):
         scheduler = Scheduler(engine_of(model, 3, kv_cache), chunk=8, prefix_cache=2)
         scheduler._batch.runs_ahead = ahead
@@ -102,18 +102,18 @@ def test_draws_are_those_of_the_engine() -> None:
     requests = [scheduler.submit(p, 12, sampling=s) for p, s in zip(prompts, options, strict=True)]
     finished(scheduler)
     for request, prompt, each in zip(requests, prompts, options, strict=True):
-        assert request.result() == alone(model, prompt, 12, sampling=each)
+        assert request.result() == by_itself(model, prompt, 12, sampling=each)
 
 
 def test_stop_tokens_and_the_contexts_end() -> None:
     model = small("gpt2")
     prompt = prompts_of(VOCABULARY, 9)[0]
-    tokens = alone(model, prompt, 10).tokens
+    tokens = by_itself(model, prompt, 10).tokens
     scheduler = Scheduler(engine_of(model, 2))
     stopped, full = scheduler.submit(prompt, stop=[tokens[4]]), scheduler.submit(prompt)
     finished(scheduler)
     assert stopped.result() == Generated(tokens[: tokens.index(tokens[4]) + 1], "stop")
-    assert full.result() == alone(model, prompt, None)
+    assert full.result() == by_itself(model, prompt, None)
     assert full.reason == "context"
     assert len(full.tokens) == 64 - 9 + 1
 
@@ -147,9 +147,9 @@ def test_penalties_are_each_sequences_own(ahead: bool) -> None:
     finished(scheduler)
     for request, prompt, each in zip(requests, prompts, options, strict=True):
         want = penalized_alone(model, prompt, len(request.tokens), each)
-        assert request.tokens == want == alone(model, prompt, len(want), sampling=each).tokens
+        assert request.tokens == want == by_itself(model, prompt, len(want), sampling=each).tokens
     assert len(set(requests[3].tokens)) == 20
-    assert requests[0].tokens != alone(model, prompts[0], 20).tokens
+    assert requests[0].tokens != by_itself(model, prompts[0], 20).tokens
 
 
 def test_samples_of_a_prompt_share_its_prefill() -> None:
@@ -222,14 +222,14 @@ def test_prefix_cache_finds_prefixes_by_tokens() -> None:
     for i, end in enumerate(ends):
         request = scheduler.submit([*common, *end], 4)
         finished(scheduler)
-        assert request.result() == alone(model, [*common, *end], 4)
+        assert request.result() == by_itself(model, [*common, *end], 4)
         assert scheduler.load.reused_tokens == 40 * i
     # A chat goes on: its whole beginning is there, except the last new token, which nobody has read.
     before = scheduler.load.reused_tokens
     longer = [*request.prompt, *request.tokens, 1, 2]
     again = scheduler.submit(longer, 4)
     finished(scheduler)
-    assert again.result() == alone(model, longer, 4)
+    assert again.result() == by_itself(model, longer, 4)
     assert scheduler.load.reused_tokens - before == len(longer) - 3
 
 
@@ -242,7 +242,7 @@ def test_prefix_cache_evicts_least_recently_used() -> None:
         before = scheduler.load.reused_tokens
         request = scheduler.submit(prompt, 1)
         finished(scheduler)
-        assert request.result() == alone(model, prompt, 1)
+        assert request.result() == by_itself(model, prompt, 1)
         return scheduler.load.reused_tokens - before
 
     assert [found(p) for p in (first, second, first, third, first, second)] == [0, 0, 19, 0, 19, 0]
@@ -281,8 +281,8 @@ def test_long_prompt_delays_running_sequences_by_chunks() -> None:
         came.append(len(running.tokens) - before)
     assert came == [1] * 6
     finished(scheduler)
-    assert running.result() == alone(model, short, 30)
-    assert waiting.result() == alone(model, long, 3)
+    assert running.result() == by_itself(model, short, 30)
+    assert waiting.result() == by_itself(model, long, 3)
 
 
 def test_cancelled_requests_leave_at_once() -> None:
@@ -301,8 +301,8 @@ def test_cancelled_requests_leave_at_once() -> None:
         scheduler.step()
     four.cancel()
     finished(scheduler)
-    assert one.result() == Generated(alone(model, prompts[0], 20).tokens[: len(one.tokens)], "cancelled")
-    assert two.result() == alone(model, prompts[1], 20)
+    assert one.result() == Generated(by_itself(model, prompts[0], 20).tokens[: len(one.tokens)], "cancelled")
+    assert two.result() == by_itself(model, prompts[1], 20)
     assert 1 <= len(four.tokens) < 20
     assert (three.tokens, five.tokens) == ([], [])
     two.cancel()  # has ended
@@ -319,7 +319,7 @@ def test_many_clients_at_once() -> None:
         ([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))], rng.randint(1, 12), Sampling(1.0, seed=i))
         for i in range(24)
     ]
-    want = [alone(model, prompt, new, sampling=options) for prompt, new, options in jobs]
+    want = [by_itself(model, prompt, new, sampling=options) for prompt, new, options in jobs]
     found: dict[int, list[int]] = {}
     with Scheduler(engine_of(model, 5), chunk=16) as scheduler:
 
@@ -346,7 +346,7 @@ def test_closing_finishes_what_runs() -> None:
     scheduler = Scheduler(engine_of(model, 1)).run()
     requests = [scheduler.submit(prompt, 5) for _ in range(3)]
     scheduler.close()
-    assert [request.result() for request in requests] == [alone(model, prompt, 5)] * 3
+    assert [request.result() for request in requests] == [by_itself(model, prompt, 5)] * 3
     with pytest.raises(BusyError, match="the scheduler closes"):
         scheduler.submit(prompt)
     scheduler.close()
@@ -387,7 +387,7 @@ def test_a_failed_step_ends_only_its_requests() -> None:
         assert request.reason == "failed"
         with pytest.raises(RequestError, match="the request has failed: MemoryError: no memory"):
             request.result()
-    assert waiting.result() == alone(model, [4, 5], 20)
+    assert waiting.result() == by_itself(model, [4, 5], 20)
     assert scheduler.error is None
     assert scheduler.submit([1, 2], 20).reason is None
 
@@ -402,7 +402,7 @@ def test_a_failed_listener_ends_only_its_request(caplog: pytest.LogCaptureFixtur
     failed, other = scheduler.submit([1, 2], 20, listener=listener), scheduler.submit([3], 20)
     finished(scheduler)
     assert (failed.reason, len(failed.tokens)) == ("cancelled", 1)
-    assert other.result() == alone(model, [3], 20)
+    assert other.result() == by_itself(model, [3], 20)
     assert "a request's listener has failed" in caplog.text
 
 
@@ -449,7 +449,7 @@ def test_others_of_an_engine_end_what_runs(other: str) -> None:
         request.result()
     again = scheduler.submit([1, 2, 3], 20)
     finished(scheduler)
-    assert again.result() == alone(model, [1, 2, 3], 20)
+    assert again.result() == by_itself(model, [1, 2, 3], 20)
 
 
 def test_lost_requests_leave_the_engines_cache() -> None:
@@ -475,7 +475,7 @@ def test_calls_from_several_threads_wait() -> None:
     model = small("gpt2")
     engine = engine_of(model, 2)
     prompts = [[[i, 2, 3], [4, i]] for i in range(1, 9)]
-    wanted = [([alone(model, prompt, 6) for prompt in two], engine.score(two)) for two in prompts]
+    wanted = [([by_itself(model, prompt, 6) for prompt in two], engine.score(two)) for two in prompts]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
             texts = [pool.submit(engine.generate, two, 6) for two in prompts]
@@ -500,11 +500,11 @@ def test_steps_wait_for_calls_of_their_engine() -> None:
             thread.start()
             thread.join(0.2)
 
-    assert engine.generate([[4, 5]], 4, on_token=on_token) == [alone(model, [4, 5], 4)]
+    assert engine.generate([[4, 5]], 4, on_token=on_token) == [by_itself(model, [4, 5], 4)]
     thread.join(60)
     with pytest.raises(ConfigError, match="this request is over"):
         running.result()
-    assert waiting.result() == alone(model, [3, 2, 1], 4)
+    assert waiting.result() == by_itself(model, [3, 2, 1], 4)
 
 
 @pytest.mark.parametrize("options", [{"top": 1}, {"top": 0, "prompt_top": 0}, {"max_new_tokens": 0, "prompt_top": 2}])

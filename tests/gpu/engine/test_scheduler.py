@@ -34,7 +34,7 @@ def finished(scheduler: Scheduler) -> None:
     raise AssertionError(f"not done: {scheduler.load}")
 
 
-def alone(model: Any, prompt: list[int], new: int, **options: Any) -> Generated:
+def by_itself(model: Any, prompt: list[int], new: int, **options: Any) -> Generated:
     (found,) = Engine(model, **{name: options.pop(name) for name in ("kv_cache",) if name in options}).generate(
         [prompt], new, **options
     )
@@ -46,7 +46,7 @@ def alone(model: Any, prompt: list[int], new: int, **options: Any) -> Generated:
 def test_admitted_and_retired_sequences_get_the_cpus_tokens(graphs: bool, kv_cache: Any) -> None:
     cpu = llama(None, torch.float32, "cpu")
     prompts = prompts_of(VOCABULARY, *LENGTHS)
-    want = [alone(cpu, p, n, kv_cache=kv_cache) for p, n in zip(prompts, NEWS, strict=True)]
+    want = [by_itself(cpu, p, n, kv_cache=kv_cache) for p, n in zip(prompts, NEWS, strict=True)]
     engine = Engine(copy.deepcopy(cpu).to(DEVICE), batch=3, kv_cache=kv_cache, graphs=graphs)
     scheduler = Scheduler(engine, chunk=32, prefix_cache=2)
     requests = []
@@ -61,7 +61,7 @@ def test_admitted_and_retired_sequences_get_the_cpus_tokens(graphs: bool, kv_cac
 def test_every_way_of_choosing_tokens_is_each_sequences_own() -> None:
     cpu = llama(None, torch.float32, "cpu")
     prompts = prompts_of(VOCABULARY, 6, 11, 3, 19)
-    want = [alone(cpu, p, 20, sampling=way, top=2) for p, way in zip(prompts, WAYS, strict=True)]
+    want = [by_itself(cpu, p, 20, sampling=way, top=2) for p, way in zip(prompts, WAYS, strict=True)]
     scheduler = Scheduler(Engine(copy.deepcopy(cpu).to(DEVICE), batch=4))
     requests = [scheduler.submit(p, 20, sampling=way, top=2) for p, way in zip(prompts, WAYS, strict=True)]
     finished(scheduler)
@@ -104,7 +104,7 @@ def test_a_thread_serves_many_clients_the_same_twice(scheme: str) -> None:
 def test_cancelled_sequences_leave_and_others_go_on() -> None:
     cpu = llama(None, torch.float32, "cpu")
     prompts = prompts_of(VOCABULARY, 6, 11, 30)
-    want = alone(cpu, prompts[1], 40)
+    want = by_itself(cpu, prompts[1], 40)
     scheduler = Scheduler(Engine(copy.deepcopy(cpu).to(DEVICE), batch=3))
     first, second, third = (scheduler.submit(prompt, 40) for prompt in prompts)
     for _ in range(6):
