@@ -344,17 +344,17 @@ class _BatchSampling:
     def __init__(self, sequences: Sequence[SequenceState], device: torch.device) -> None:
         settings = [each.sampling for each in sequences]
         bans = [each.bans if each.matcher is None else () for each in sequences]  # matchers leave them out
-        self._rows = Rows.of(settings, device, bans)
+        self._rows = rows = Rows.of(settings, device, bans)
+        self._takes_largest = rows.greedy and rows.biases is None and not rows.penalizes
         draws = [[each.index for each in sequences], [each.next_position for each in sequences]]
         on_host = torch.tensor(draws, dtype=torch.int64, device="cpu")
         self._indices, self._positions = on_host.to(device, non_blocking=True)
 
     def choose(self, logits: Tensor, history: History | None) -> Tensor:
         """The next tokens, int64 ``[n]``."""
-        rows = self._rows
-        if rows.greedy and rows.biases is None and not rows.penalizes:
+        if self._takes_largest:
             return cast(Tensor, torch.ops.qcut.argmax(logits))
-        tokens = sample(logits, rows, self._indices, self._positions, history)
+        tokens = sample(logits, self._rows, self._indices, self._positions, history)
         self._positions.add_(1)
         return tokens
 
