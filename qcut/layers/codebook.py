@@ -450,9 +450,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         dtype = x.dtype
         if dtype not in _HALVES and not (self.int8 and dtype is torch.float32):
             allowed = "float16, bfloat16" + (", float32" if self.int8 else "")
-            raise DtypeError(
-                f"{layer_prefix(self.name)}x is {dtype_name(dtype)}; {self.scheme.name} computes in {allowed} on CUDA"
-            )
+            raise DtypeError(f"x is {dtype_name(dtype)}; {self.scheme.name} computes in {allowed} on CUDA")
         m = x.numel() // self.in_features
         if m == 1 and self._rotates_one and dtype in _HALVES:
             row = (
