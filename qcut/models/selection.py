@@ -22,7 +22,7 @@ from qcut.models.modules import (
     weight_nk,
     weight_of,
 )
-from qcut.models.weight_sharing.functions import modules_inside, named_in_calls, outer_values
+from qcut.models.weight_sharing.functions import named_in_calls, outer_values, parts_inside
 from qcut.models.weight_sharing.readers import class_checked, layers_read
 
 DEFAULT_SKIP = ("lm_head",)
@@ -279,21 +279,24 @@ def held_elsewhere(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, s
             if not name.endswith("bias"):
                 owners.setdefault(_memory(parameter), []).append(key)
     found: dict[int, str] = {}
+    named: set[str] | None = None
     held = [
-        (f"{type(module).__name__}.{key}", modules_inside(value))
+        (f"{type(module).__name__}.{key}", parts_inside(value))
         for module in model.modules()
         for key, value in vars(module).items()
         if key not in _REGISTERED
     ]
     # Globals may hold anything: those far inside are not looked for.
-    outer = [(place, modules_inside(value, 2)) for place, value in outer_values(model)] if candidates else []
+    outer = [(place, parts_inside(value, 2)) for place, value in outer_values(model)] if candidates else []
     for place, parts in (*held, *outer):
         for part in parts:
             if isinstance(part, nn.Module):
                 keys = [id(part)] if id(part) in candidates else []
             else:
                 keys = owners.get(_memory(part), [])
-                keys = keys if keys and place.rpartition(".")[2] in named_in_calls(model) else []
+                if keys and named is None:
+                    named = named_in_calls(model)
+                keys = keys if named and place.rpartition(".")[2] in named else []
             for one in keys:
                 found.setdefault(one, place)
     return found

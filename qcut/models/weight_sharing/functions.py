@@ -99,7 +99,7 @@ def mentions(model: nn.Module, names: Sequence[str], known: type) -> bool:
     return False
 
 
-def modules_inside(value: Any, depth: int = 4) -> Iterator[nn.Module | Tensor]:
+def parts_inside(value: Any, depth: int = 4) -> Iterator[nn.Module | Tensor]:
     """Modules and tensors in plain data: in containers, weak references, partial and bound functions, and objects."""
     if isinstance(value, (nn.Module, Tensor)):
         yield value
@@ -118,7 +118,7 @@ def modules_inside(value: Any, depth: int = 4) -> Iterator[nn.Module | Tensor]:
         elif type(value).__module__.partition(".")[0] not in _KNOWN:
             parts = list(_attributes_of(value))
         for part in parts:
-            yield from modules_inside(part, depth - 1)
+            yield from parts_inside(part, depth - 1)
     elif isinstance(value, FunctionType):
         for one in enclosed(value).values():
             if isinstance(one, (nn.Module, Tensor)):
