@@ -210,6 +210,7 @@ def test_grids_of_rotations_cover_all_columns(kind: str, out: DType):
 def test_medium_rotations_start_late():
     early = [codebook_dispatch.starts_early(m, 4096) for m in (1, 16, 64, 128, 512, 4096)]
     assert early == [True, True, True, False, False, True]
+    assert [codebook_dispatch.starts_early(*size) for size in ((256, 1280), (320, 1280), (96, 5120))] == [1, 0, 1]
 
 
 def test_padding_is_that_of_the_layout():

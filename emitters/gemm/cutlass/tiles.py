@@ -22,6 +22,7 @@ def tile(schedule: Schedule, spec: str) -> TileConfig:
 SM90_MENU: tuple[TileConfig, ...] = (
     tile("warp_specialized", "64x32x256"),
     tile("warp_specialized", "64x64x256"),
+    tile("warp_specialized", "64x80x128"),
     tile("pingpong", "128x64x128 c2x1"),
     tile("pingpong", "128x128x128 c2x1"),
     tile("pingpong", "128x160x128 c2x1"),
@@ -49,7 +50,7 @@ SM90_SPACE: dict[Schedule, tuple[str, ...]] = {
         "128x224x128 c2x1",
     ),
     "warp_specialized": (
-        "64x32x256", "64x64x256", "64x128x256", "64x160x128", "64x112x256", "128x80x128",
+        "64x32x256", "64x64x256", "64x80x128", "64x80x256", "64x128x256", "64x160x128", "64x112x256", "128x80x128",
     ),
 }  # fmt: skip
 """The tiles worth a build of half a minute: for each kind of shape, the widths that fill 132 SMs in whole waves."""
