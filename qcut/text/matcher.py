@@ -42,6 +42,10 @@ COMPACT_JSON: JsonCompileOptions = {
     "lenient": False,
 }
 """llguidance's options for JSON with a space at most after commas and colons."""
+_CHARACTERS = r'[^"\\\x00-\x1F\x7F]{1,%d}'
+# llguidance keeps the tokens that a pattern takes whole. Those of a few characters are most of the work near the end of
+# a string with a most length, and all sequences of a step wait for its longest mask.
+_SHORT = [_CHARACTERS % count for count in range(1, 10)]
 _BOUNDED = (1, 8)
 """The first version of llguidance that does not repeat a pattern of white space."""
 _ALLOWED: Mapping[Kind, str] = {
@@ -127,7 +131,7 @@ class Grammars:
     def _prepared(self) -> tuple[LLTokenizer, LLParserLimits]:
         """The tokens as llguidance has them, made once, and the limits of a matcher."""
         try:
-            from llguidance import LLParserLimits
+            from llguidance import LLParserLimits, LLTokenizer
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise ConstraintError(f"a constraint needs llguidance ({error}): {install('serve')}") from error
@@ -139,7 +143,10 @@ class Grammars:
             if self._tokens is None:
                 try:
                     size = max(self._vocabulary, len(self._tokenizer))
-                    self._tokens = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=list(self._ends))
+                    slices = [*_SHORT, *LLTokenizer.general_slices()]
+                    self._tokens = from_tokenizer(
+                        self._tokenizer, n_vocab=size, eos_token=list(self._ends), slices=slices
+                    )
                 except BaseException as error:
                     if is_interrupt(error):
                         raise
@@ -305,6 +312,7 @@ def _checked(constraint: Constraint, names: tuple[str, ...], size: int) -> str:
     return done.stdout.decode(errors="replace")
 
 
+@lru_cache(maxsize=128)
 def _grammar(constraint: Constraint) -> str:
     """What llguidance makes a matcher of."""
     from llguidance import LLMatcher, grammar_from
