@@ -18,7 +18,7 @@ pool."""
 class Graphs:
     """Graphs of a runner by size, of decode steps and prefill chunks.
 
-    The graphs share one memory pool: no two run at a time, no result in the pool is read after the next
+    The graphs share one memory pool and one stream: no two run at a time, no result in the pool is read after the next
     replay, and the results of the largest graph bound the memory of all. The least recently used graphs are dropped.
 
     Args:
@@ -27,6 +27,7 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._made: OrderedDict[Hashable, object] = OrderedDict()
         self._generation = _generation()
@@ -68,12 +69,14 @@ class Graphs:
             RuntimeError: torch's, if ``run`` cannot be captured.
         """
         from qcut.backends.cuda.launch.plans import recapturing
-        from qcut.backends.cuda.launch.streams import capture_stream, collection_paused
+        from qcut.backends.cuda.launch.streams import collection_paused
         from qcut.jit.waiting import dry_run_first
 
         dry_run_first(before or run)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
         pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
-        graph, stream = torch.cuda.CUDAGraph(), capture_stream(self._device)
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
         capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         # Where a capture fails, torch takes no other into its pool, and its own context leaves the stream current.
         with collection_paused(), torch.cuda.stream(stream), capture, recapturing():

@@ -6,7 +6,6 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 
@@ -38,15 +37,6 @@ def recorded_event(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-@cache
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which a device's graphs are captured, under `collection_paused`.
-
-    torch keeps memory for cuBLAS for each stream, 32 MiB on Hopper, as long as the process runs.
-    """
-    return torch.cuda.Stream(device)
 
 
 _COLLECTION = threading.Lock()
