@@ -28,8 +28,6 @@ BATCH, PROMPT = 8, 1024
 MEMORY_TOKENS = 256
 TO_REACH = {"w8a8": (1.5, 0.90), "w8a8_static": (1.5, 0.90), "codebook4": (None, 0.55)}
 """Prefill speed over float16, and peak memory in GB, by the scheme of the linear layers."""
-PEERS_GB = {"bitsandbytes_nf4": 0.60, "bitsandbytes_int8": 0.93}
-"""Peak memory of the same generation with other libraries' layers, GB; one H200, 2026-11-20, torch 2.11, eager."""
 MIN_COSINE = {8: 0.99, 4: 0.9}
 """Between the logits of the float16 and the quantized model, by bits of a weight: a wrong layer gives far less."""
 

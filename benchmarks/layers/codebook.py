@@ -61,34 +61,14 @@ LAYER_TARGETS = {
     ("codebook4", 4096, 14336, 4096): 720.0,
     ("codebook4_int8", 256, 14336, 4096): 40.0,
 }
-PEERS_US = {
-    (1, 1280, 1280): ("gemlite_w8a16", 2.5),
-    (1, 5120, 1280): ("gemlite_w8a16", 5.1),
-    (1, 4096, 4096): ("gemlite_w8a16", 7.6),
-    (1, 14336, 4096): ("humming_w4a16", 14.7),
-    (1, 4096, 14336): ("humming_w4a16", 14.8),
-    (16, 14336, 4096): ("humming_w4a8", 15.5),
-    (64, 14336, 4096): ("gemlite_w8a8", 21.2),
-    (1024, 14336, 4096): ("gemlite_w8a8", 136.0),
-    (4096, 14336, 4096): ("gemlite_w8a8", 529.0),
-    (4096, 4096, 4096): ("gemlite_w8a8", 162.0),
-    (4096, 5120, 1280): ("humming_w8a8", 80.4),
-}
-"""The fastest layer of another library, 4 or 8 bits, by (M, N, K): its name and its microseconds.
-
-Of bitsandbytes, gemlite and Humming, quantization of the activations included; one H200, 2026-11-20, torch 2.11, in
-CUDA graphs over copies of the weights, as here.
-"""
 
 
 def target_us(part: str, variant: str, shape: Shape) -> float:
-    """Target in microseconds, or NaN. A 4-bit layer on few tokens should beat the layers of all other libraries."""
+    """Target in microseconds, or NaN."""
     scheme, _, launch = variant.partition(":")
     key = (scheme, shape.m, shape.n, shape.k)
     if part == "kernel":
         return KERNEL_TARGETS.get(key, (math.nan, math.nan))[launch == "pdl"]
-    if scheme == "codebook4" and shape.m <= FEW_TOKENS and key not in LAYER_TARGETS:
-        return PEERS_US.get(key[1:], ("", math.nan))[1]
     return LAYER_TARGETS.get(key, math.nan)
 
 

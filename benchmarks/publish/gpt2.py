@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from benchmarks.engine.gpt2 import PEERS_GB
 from benchmarks.layers.libraries import PEERS
 from benchmarks.publish.markdown import MISSING, markdown
-from benchmarks.publish.rows import NOTED, Row, Rows
+from benchmarks.publish.rows import Row, Rows
 
 
 def model(rows: Rows) -> str:
@@ -33,10 +32,8 @@ def model(rows: Rows) -> str:
     title = "the same with `CUBLAS_WORKSPACE_CONFIG=:16:8`, GB"
     lines.append([title, *(f"{gb:.3f}" for gb in small), MISSING, MISSING])
     header = ["", "float16", "w8a8", "codebook4, embeddings w8a16", "codebook4, embeddings codebook4"]
-    memory, noted = peer_memory(rows)
-    others = ", ".join(f"`{name}` {gb:.2f} GB" for name, gb in memory.items())
-    source = f"notes of {NOTED}, not rows" if noted else "rows in `benchmarks/results/peers`"
-    return f"{markdown(header, lines)}\n\nPeak memory of the same with other libraries' layers: {others} ({source})."
+    others = ", ".join(f"`{name}` {gb:.2f} GB" for name, gb in peer_memory(rows).items()) or "not measured"
+    return f"{markdown(header, lines)}\n\nPeak memory of the same with other libraries' layers: {others}."
 
 
 def peak(rows: Rows, bench: str, variant: str) -> float:
@@ -48,11 +45,10 @@ def _peaks(rows: Rows, bench: str) -> list[Row]:
     return [row for row in rows.of(bench) if row["generate_peak_gb"]]
 
 
-def peer_memory(rows: Rows) -> tuple[dict[str, float], bool]:
-    """Peak GB of generation with other libraries' layers, and whether the figures are notes."""
-    found = {row["variant"]: float(row["generate_peak_gb"]) for row in _peaks(rows, "peers/bench_model")}
-    others = {name: gb for name, gb in found.items() if name in PEERS}
-    return (others, False) if others else (PEERS_GB, True)
+def peer_memory(rows: Rows) -> dict[str, float]:
+    """Peak GB of generation with other libraries' layers."""
+    found = {row["variant"]: float(row["generate_peak_gb"]) for row in _peaks(rows, "bench_model")}
+    return {name: gb for name, gb in found.items() if name in PEERS}
 
 
 TABLES: Mapping[str, Callable[[Rows], str]] = {"model": model}

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.layers.codebook import PEERS_US
 from benchmarks.layers.libraries import PEERS
 from benchmarks.layers.peers import BENCH as PEER_ROWS
 from benchmarks.perplexity import divergence
 from benchmarks.publish import peers, plots, serving
 from benchmarks.publish.gpt2 import peak, peer_memory
-from benchmarks.publish.markdown import MISSING, figures, markdown, us
-from benchmarks.publish.rows import NOTED, Row, Rows, Shape, provenance, times
+from benchmarks.publish.markdown import MISSING, figures, markdown
+from benchmarks.publish.rows import Row, Rows, provenance
 
 NK = (14336, 4096)
-TOKENS = (1, 16, 64, 1024, 4096)
-PROMPT, TOKEN = ((m, *NK) for m in (4096, 1))
+PROMPT, TOKEN = 4096, 1
 FOUR_BITS = 4.6
 """The most bits of a weight, with scales, that count as four."""
 QUALITY_MODEL = "gpt2-14m"
@@ -24,8 +21,8 @@ QUALITY_MODEL = "gpt2-14m"
 
 def headline(rows: Rows) -> str:
     """The table, and the rows that it is made of."""
-    memory, noted_memory = peer_memory(rows)
-    least = min(memory, key=lambda name: memory[name])
+    memory = peer_memory(rows)
+    least = min(memory, key=lambda name: memory[name], default=None)
     lines = [
         *_layers(rows),
         _served(rows, "Llama 3 8B in vLLM, one sequence, tokens/s", serving.SHAPE, "1"),
@@ -36,7 +33,7 @@ def headline(rows: Rows) -> str:
             "GPT-2 Large, peak memory at 256 tokens, GB",
             f"{peak(rows, 'bench_model', 'fp16'):.2f}",
             f"**{peak(rows, 'codebook_memory/bench_model', 'codebook4/codebook4'):.2f}** (`codebook4`)",
-            f"{memory[least]:.2f} ({peers.library_of(least)})",
+            f"{memory[least]:.2f} ({peers.library_of(least)})" if least else MISSING,
         ],
         *_quality(rows),
     ]
@@ -44,27 +41,24 @@ def headline(rows: Rows) -> str:
     vllm = rows.of("bench_vllm", gpus="1")
     release = ", ".join(dict.fromkeys(row["vllm"] for row in vllm))
     cards = " or ".join(dict.fromkeys(row["gpu"] for row in vllm))
-    return f"{table}\n\nMedians on one {cards}, vLLM {release}. {_source(rows, noted_memory)}"
+    source = f"One run has the layers, here and in the plot. {provenance(PEER_ROWS, rows.of(PEER_ROWS))}"
+    return f"{table}\n\nMedians on one {cards}, vLLM {release}. {source}"
 
 
 def _layers(rows: Rows) -> list[list[str]]:
     """The lines of one layer, a prompt and a token."""
     n, k = NK
-    titles = (f"layer {n} × {k}, a prompt of 4,096 tokens, µs", "the same, one token, µs")
-    if new := cells(rows):
-        return [_layer(title, new[shape[0]]) for title, shape in zip(titles, (PROMPT, TOKEN), strict=True)]
-    int8, few = times(rows, "bench_linear"), times(rows, "bench_codebook", part="layer")
-    found = ((int8[PROMPT], "qcut_w8a8"), (few[TOKEN], "codebook4"))
-    lines = []
-    for title, shape, (of, name) in zip(titles, (PROMPT, TOKEN), found, strict=True):
-        best = noted(rows, shape)
-        other = MISSING if best is None else f"{us(best[1])} ({peers.library_of(best[0])})"
-        lines.append([title, us(of["fp16"]), f"**{us(of[name])}** (`{name.removeprefix('qcut_')}`)", other])
-    return lines
+    found = cells(rows)
+    return [
+        _layer(f"layer {n} × {k}, a prompt of {PROMPT:,} tokens, µs", found.get(PROMPT)),
+        _layer("the same, one token, µs", found.get(TOKEN)),
+    ]
 
 
-def _layer(title: str, cell: peers.Cell) -> list[str]:
+def _layer(title: str, cell: peers.Cell | None) -> list[str]:
     """float16, qcut's fastest scheme and the fastest other; the faster one is bold."""
+    if cell is None:
+        return [title, MISSING, MISSING, MISSING]
     ours, theirs = cell.ours, cell.theirs
     own = f"{peers.bold(ours[1], not cell.is_lost)} (`{ours[0]}`)" if ours else MISSING
     other = f"{peers.bold(theirs[1], cell.is_lost)} ({peers.library_of(theirs[0])})" if theirs else MISSING
@@ -72,9 +66,8 @@ def _layer(title: str, cell: peers.Cell) -> list[str]:
 
 
 def cells(rows: Rows) -> dict[int, peers.Cell]:
-    """Tokens to what was timed at the headline's layer in one run; nothing unless its prompt and its token were."""
-    found = {m: cell for (m, *size), cell in sorted(peers.cells(rows).items()) if tuple(size) == NK}
-    return found if {PROMPT[0], TOKEN[0]} <= found.keys() else {}
+    """Tokens to what was timed at the headline's layer."""
+    return {m: cell for (m, *size), cell in sorted(peers.cells(rows).items()) if tuple(size) == NK}
 
 
 def _served(rows: Rows, title: str, shape: str, batch: str) -> list[str]:
@@ -127,47 +120,19 @@ def _quality(rows: Rows) -> list[list[str]]:
     return [[title, "0", cell(own, name, not lost), cell(other, other["method"], lost)]]
 
 
-def _source(rows: Rows, noted_memory: bool) -> str:
-    """Where the headline's figures of other libraries are from."""
-    if not cells(rows):
-        names = "gemlite, Humming and bitsandbytes" if noted_memory else "gemlite and Humming"
-        return f"The figures of {names}, here and in the plot, are notes of {NOTED}; their rows were not kept."
-    text = f"One run has the layers, here and in the plot. {provenance(PEER_ROWS, rows.of(PEER_ROWS))}"
-    return f"{text} The memory of bitsandbytes is a note of {NOTED} without a row." if noted_memory else text
-
-
 def plot(rows: Rows, out: Path) -> None:
     """Speed of one linear layer over PyTorch's float16, by tokens: qcut's best scheme, and the best other library."""
     labels, ours, theirs = [], {}, {}
-    libraries: Mapping[str, None] = dict.fromkeys(("bitsandbytes", "torchao", "gemlite", "Humming"))
-    gpus = "NVIDIA H200"
-    if new := cells(rows):
-        for m, cell in new.items():
-            label = _tokens(m)
-            labels.append(label)
-            if cell.ours:
-                ours[label] = cell.fp16 / cell.ours[1], cell.ours[0]
-            if cell.theirs:
-                theirs[label] = cell.fp16 / cell.theirs[1], peers.library_of(cell.theirs[0])
-        libraries = dict.fromkeys(peers.library_of(name) for cell in new.values() for name in cell.us if name in PEERS)
-        gpus = ", ".join(dict.fromkeys(cell.gpu for cell in new.values()))
-    else:
-        int8 = times(rows, "bench_linear")
-        codebook = times(rows, "bench_codebook", part="layer") | times(rows, "bench_codebook", part="prompt")
-        for m in TOKENS:
-            shape = (m, *NK)
-            speeds = {
-                name.removeprefix("qcut_"): measured[shape]["fp16"] / value
-                for measured in (codebook, int8)
-                for name, value in measured[shape].items()
-                if name != "fp16"
-            }
-            scheme = max(speeds, key=lambda name: speeds[name])
-            label = _tokens(m)
-            labels.append(label)
-            ours[label] = speeds[scheme], scheme
-            if best := noted(rows, shape):
-                theirs[label] = int8[shape]["fp16"] / best[1], peers.library_of(best[0])
+    found = cells(rows)
+    for m, cell in found.items():
+        label = _tokens(m)
+        labels.append(label)
+        if cell.ours:
+            ours[label] = cell.fp16 / cell.ours[1], cell.ours[0]
+        if cell.theirs:
+            theirs[label] = cell.fp16 / cell.theirs[1], peers.library_of(cell.theirs[0])
+    libraries = dict.fromkeys(peers.library_of(name) for cell in found.values() for name in cell.us if name in PEERS)
+    gpus = ", ".join(dict.fromkeys(cell.gpu for cell in found.values()))
     plots.groups(
         out / "headline",
         labels,
@@ -180,19 +145,3 @@ def plot(rows: Rows, out: Path) -> None:
 
 def _tokens(m: int) -> str:
     return f"{m:,} token{'s' * (m > 1)}"
-
-
-def noted(rows: Rows, shape: Shape) -> tuple[str, float] | None:
-    """The fastest 8- or 4-bit layer of another library in an earlier run, or noted; None if none was timed."""
-    others = times(rows, "peers/bench_linear").get(shape, {})
-    known = {name: value for name, value in others.items() if name != "fp16" and not name.startswith("qcut_")}
-    if shape in PEERS_US:
-        name, value = PEERS_US[shape]
-        known[name] = min(value, known.get(name, value))
-    return min(known.items(), key=lambda item: item[1]) if known else None
-
-
-def noted_cell(rows: Rows, shape: Shape) -> str:
-    """Microseconds and name of `noted`."""
-    best = noted(rows, shape)
-    return MISSING if best is None else f"{us(best[1])} {best[0]}"

@@ -12,8 +12,6 @@ Shape = tuple[int, int, int]
 """M, N, K."""
 Times = dict[Shape, dict[str, float]]
 """Shape → variant → median microseconds."""
-NOTED = "2026-11-20"
-"""The day of figures of other libraries that have no rows."""
 Speeds = dict[int, dict[str, list[float]]]
 """Tokens → variant → × the baseline, by layer shape."""
 

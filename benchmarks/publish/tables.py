@@ -25,7 +25,7 @@ from benchmarks.perplexity import plans as planning
 from benchmarks.perplexity.codebooks import VARIANTS
 from benchmarks.publish import engines, gpt2, headline, peers, quantization, serving
 from benchmarks.publish.markdown import MISSING, figures, markdown, us
-from benchmarks.publish.rows import NOTED, Row, Rows, Shape, Times, missing, shape_of, times
+from benchmarks.publish.rows import Row, Rows, Shape, Times, missing, shape_of, times
 from benchmarks.scaling import pages as scale
 from qcut.engine.kv_cache.cache import KV_DTYPES
 
@@ -52,10 +52,6 @@ LINEAR_SHAPES = (
     *((1, n, k) for n, k in ((1280, 1280), (5120, 1280), (4096, 4096), (14336, 4096), (4096, 14336))),
     *((64, 14336, 4096), (1024, 4096, 4096), (1024, 14336, 4096), (4096, 14336, 4096)),
     *((m, n, k) for m in (4096, 8192) for n, k in ((1280, 1280), (3840, 1280), (5120, 1280), (1280, 5120))),
-)
-OLD_PEERS = (
-    *("fp16", "qcut_w8a8", "bitsandbytes_int8", "torchao_w8a8", "gemlite_w8a8", "humming_w8a8"),
-    *("qcut_w8a16", "torchao_w8a16", "gemlite_w8a16", "humming_w8a16", "bitsandbytes_nf4"),
 )
 CODEBOOK_LAYERS = ("fp16", "codebook4", "codebook4_int8", "w8a16")
 KERNEL_TOKENS = (1, 16, 64)
@@ -144,20 +140,6 @@ def float8(rows: Rows) -> str:
     return markdown(["M × N × K", *header, "product, speed over `_scaled_mm`"], lines)
 
 
-def other_libraries(rows: Rows) -> str:
-    """Layers of other libraries and of qcut: of one run, or without its rows three shapes of an earlier one."""
-    if peers.cells(rows):
-        return peers.table(rows)
-    measured = times(rows, "peers/bench_linear")
-    lines = ([name, *(us(measured[shape].get(name)) for shape in measured)] for name in OLD_PEERS)
-    versions = "bitsandbytes 0.50.2, torchao 0.18.0 (compiled), gemlite 0.6.0 and humming-kernels 0.1.19 (without bias)"
-    return (
-        "These rows are of layers with a bias, by an earlier qcut without `w8a16`'s kernel for few tokens and by "
-        f"{versions}. torchao's int8 product does not support 16 tokens.\n\n"
-        f"{markdown(['', *map(name_of, measured)], lines)}"
-    )
-
-
 def codebook_kernel(rows: Rows) -> str:
     """Only the product on few tokens, plain / with dependent launch, and the rate of the latter."""
     measured = {(row["variant"], shape_of(row)): row for row in rows.of("bench_codebook", part="kernel")}
@@ -193,25 +175,20 @@ def codebook_scales(rows: Rows) -> str:
 def codebook_layer(rows: Rows) -> str:
     """Whole layers, float16, and the fastest layer of another library at that shape; means below."""
     measured = times(rows, "bench_codebook", part="layer") | times(rows, "bench_codebook", part="prompt")
-    new = peers.cells(rows)
-
-    def others(shape: Shape) -> str:
-        return peers.best_cell(new.get(shape)) if new else headline.noted_cell(rows, shape)
-
+    others = peers.cells(rows)
     lines = [
-        [name_of(shape), *(figures(measured[shape].get(name)) for name in CODEBOOK_LAYERS), others(shape)]
+        [
+            name_of(shape),
+            *(figures(measured[shape].get(name)) for name in CODEBOOK_LAYERS),
+            peers.best_cell(others.get(shape)),
+        ]
         for shape in CODEBOOK_LAYER_SHAPES
     ]
     table = markdown(["M × N × K", *CODEBOOK_LAYERS, "best of others"], lines)
-    where = (
-        f"the rows of `{PEER_ROWS}.csv`, layers without bias; a dash means that none was timed at that shape."
-        if new
-        else "bitsandbytes, torchao, gemlite or Humming at that shape; a dash means that none was timed. Rows in "
-        "`benchmarks/results/peers` have two of these figures (16 × 4096 × 4096, 4096 × 5120 × 1280). The others are "
-        f"notes of {NOTED} without rows, listed in `benchmarks/layers/codebook.py` (`PEERS_US`). For gemlite at "
-        "4096 × 14336 × 4096 the note says 529, and a row of another run 770."
+    best = (
+        f"*Best of others* is the fastest 8- or 4-bit layer in the rows of `{PEER_ROWS}.csv`, layers without bias; a "
+        "dash means that none was timed at that shape."
     )
-    best = f"*Best of others* is the fastest 8- or 4-bit layer of {where}"
     return f"{table}\n\n{codebook_speedups(rows)}\n\n{best}"
 
 
@@ -493,7 +470,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "gemm": gemm,
     "linear": linear,
     "float8": float8,
-    "peers": other_libraries,
+    "peers": peers.table,
     "codebook kernel": codebook_kernel,
     "codebook scales": codebook_scales,
     "codebook layer": codebook_layer,
