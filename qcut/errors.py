@@ -94,7 +94,7 @@ class ContextError(QcutError, ValueError):
 
 
 class BusyError(QcutError, RuntimeError):
-    """As many requests wait as may wait."""
+    """As many requests wait as may wait, or a callback that does not end holds an engine."""
 
 
 class RequestError(QcutError, RuntimeError):

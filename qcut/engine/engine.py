@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from threading import RLock
+from time import monotonic
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -37,7 +39,7 @@ from qcut.engine.token_ids import (
     reused_tokens,
     stops_of,
 )
-from qcut.errors import ConfigError, ContextError, ShapeError
+from qcut.errors import BusyError, ConfigError, ContextError, ShapeError
 from qcut.numerics.sampling import Sampling
 from qcut.text.constraint import Constraint
 from qcut.text.detokenizer import Detokenizer
@@ -53,6 +55,48 @@ OnToken = Callable[[int, int], object]
 P = ParamSpec("P")
 S = TypeVar("S", bound=SequenceState)
 T = TypeVar("T")
+
+
+class EngineLock:
+    """Lets one thread at a time use an engine; the others wait, but not for a callback that does not end.
+
+    A callback that waits for another thread's call would hang both. A wait is the only sign of it.
+
+    Attributes:
+        callback_s: seconds for which calls wait for a single callback of another thread.
+    """
+
+    def __init__(self) -> None:
+        self.callback_s = 30.0
+        self._lock = RLock()
+        self._callback_began: float | None = None
+
+    def __enter__(self) -> None:
+        """Wait for the engine.
+
+        Raises:
+            BusyError: a callback of another thread goes on for longer than ``callback_s``.
+        """
+        while not self._lock.acquire(timeout=self.callback_s):
+            began = self._callback_began
+            if began is not None and monotonic() - began >= self.callback_s:
+                raise BusyError(
+                    f"the engine is in an on_token callback of another thread, since {monotonic() - began:.0f} s;"
+                    " allowed: callbacks that wait for no call of their engine"
+                )
+
+    def __exit__(self, *_: object) -> None:
+        """Let the next thread use the engine."""
+        self._lock.release()
+
+    @contextmanager
+    def calling_back(self) -> Iterator[None]:
+        """Run a callback, with the lock held."""
+        outer, self._callback_began = self._callback_began, monotonic()
+        try:
+            yield
+        finally:
+            self._callback_began = outer
 
 
 def _exclusive(call: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
@@ -80,8 +124,8 @@ class Engine:
     Quantize, load or move the model, set adapters and edit configurations before the engine is made: it reads modules,
     their code and their hooks once. After a change, make a new engine. Later hooks are not called by graph replays, nor
     by kernels that compute in a module's place. The model is put in evaluation mode. An engine serves one batch of
-    sequences at a time; calls from several threads wait for each other. Autocast and inference mode around a call
-    change nothing.
+    sequences at a time; calls from several threads wait for each other, and raise BusyError if an ``on_token`` callback
+    of another thread does not end. Autocast and inference mode around a call change nothing.
 
     Args:
         model: of a type in `qcut.engine.families.FAMILIES`, computing what transformers' own class does
@@ -184,7 +228,7 @@ class Engine:
     def _use(self, runner: ModelRunner) -> None:
         self.runner, self.batch, self.context, self.cache = runner, runner.batch, runner.context, runner.cache
         self._lengths: list[int] = []
-        self.lock = RLock()
+        self.lock = EngineLock()
 
     def with_batch(self, batch: int) -> Engine:
         """Another engine over the same weights, with memory of its own for ``batch`` sequences of the same context."""
@@ -369,7 +413,9 @@ class Engine:
                 The host finds the allowed tokens while the device computes logits, and each choice waits for them.
             top: `Generated.log_probabilities` has those of each token and of so many of the likeliest ones; None: of no
                 token. Steps wait for them.
-            on_token: called with a sequence's index and its new token, in order, as soon as they are known.
+            on_token: called with a sequence's index and its new token, in order, as soon as they are known. Other
+                threads' calls wait meanwhile, 30 s at most: the function must not wait for one. The consumer of a
+                `stream` may.
             reuse_prefix: see `prefill`. To go on after a call, reuse all and begin each prompt with that call's last
                 token.
 
@@ -387,7 +433,8 @@ class Engine:
         sequences = self._prefilled(prompts, options, reuse_prefix, top)
         for event in self._decoded(sequences, self._lengths):
             if on_token is not None and event.token is not None:
-                on_token(event.sequence, event.token)
+                with self.lock.calling_back():
+                    on_token(event.sequence, event.token)
         return [sequence.generated for sequence in sequences]
 
     @_exclusive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from qcut.common.failures import is_interrupt
 from qcut.engine.likelihoods import LogProbability
 from qcut.engine.sequence import End, Event, Generated, SequenceState
-from qcut.errors import QcutError, RequestError
+from qcut.errors import ConfigError, QcutError, RequestError
 
 _log = logging.getLogger("qcut")
 
@@ -29,16 +30,45 @@ def as_failure(error: BaseException) -> QcutError:
     return failure
 
 
+class Iteration:
+    """The iteration of a scheduler that runs, if one does: one at a time, in one thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+
+    def __enter__(self) -> None:
+        """Begin.
+
+        Raises:
+            ConfigError: another one runs, in another thread or around this listener.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise ConfigError("step: the scheduler is in a step already; allowed: one thread, and no listener")
+        self._thread = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        self._thread = None
+        self._lock.release()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs in this thread, which is then a listener's."""
+        return self._thread == threading.get_ident()
+
+
 class Request(SequenceState):
     """A prompt that is being continued by a scheduler.
 
-    Iterating gives the new tokens as they come, in any thread except the scheduler's; with a listener there is nothing
-    to iterate over.
+    Iterating gives the new tokens as they come, in any thread; with a listener there is nothing to iterate over. Wait
+    in listeners only for requests that have ended: the scheduler computes nothing meanwhile.
 
     Args:
         arguments: of `SequenceState`, of the prompt on.
         prompt_top: how many of the likeliest tokens are listed with each token of the prompt; None: none is scored.
         listener: called with each event, in place of the queue.
+        iteration: of the scheduler.
         options: of `SequenceState`.
 
     Attributes:
@@ -52,7 +82,14 @@ class Request(SequenceState):
         is_cancelled: whether `cancel` was called.
     """
 
-    def __init__(self, *arguments: Any, prompt_top: int | None, listener: Listener | None, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        prompt_top: int | None,
+        listener: Listener | None,
+        iteration: Iteration,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
         self.prompt_top = prompt_top
         self.reason: End | None = None
@@ -60,7 +97,7 @@ class Request(SequenceState):
         self.prompt_log_probabilities: list[LogProbability] | None = None
         self.error: QcutError | None = None
         self.is_cancelled = False
-        self._listener = listener
+        self._listener, self._iteration = listener, iteration
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end has been delivered
 
     def cancel(self) -> None:
@@ -72,12 +109,19 @@ class Request(SequenceState):
 
         Raises:
             QcutError: the request's `error`.
+            ConfigError: a listener waits for the scheduler that waits for the listener.
         """
-        while (event := self._events.get()) is not None:
+        while (event := self._next_event()) is not None:
             yield event
         self._events.put(None)  # for others that wait
         if self.error is not None:
             raise self.error
+
+    def _next_event(self) -> Event | None:
+        try:
+            return self._events.get(block=not self._iteration.is_here)
+        except queue.Empty:
+            raise ConfigError("a listener waits for a request; allowed: for one that has ended") from None
 
     def __iter__(self) -> Iterator[int]:
         """New tokens as they come."""

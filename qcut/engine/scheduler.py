@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -22,7 +22,7 @@ from qcut.engine.chunked_prefill import size_for
 from qcut.engine.engine import Engine, Prompts
 from qcut.engine.kv_cache.prefix_cache import Match, PrefixCache
 from qcut.engine.likelihoods import LogProbability, check_top, likelihoods
-from qcut.engine.request import Listener, Request, as_failure
+from qcut.engine.request import Iteration, Listener, Request, as_failure
 from qcut.engine.runner import check_device, inference
 from qcut.engine.sequence import DraftedTokens, Event, NewTokens, SequenceBatch
 from qcut.engine.speculation import capture_drafted
@@ -145,7 +145,7 @@ class Scheduler:
         self._lengths: list[int] = []  # the engine's, as long as its cache is of this batch
         counted = ("prompt_tokens", "reused_tokens", "new_tokens", "steps", "drafted_tokens", "accepted_tokens")
         self._done = dict.fromkeys(counted, 0)
-        self._lock = threading.Condition()
+        self._lock, self._iteration = threading.Condition(), Iteration()
         self._thread: threading.Thread | None = None
         self._is_closing = self._cancels_all = self._has_failed = False
         self._numbers = itertools.count()
@@ -184,7 +184,9 @@ class Scheduler:
             prompt_top: `Request.prompt_log_probabilities` has those of the prompt's tokens, each with so many of the
                 likeliest ones; None: of none. No prefix is reused for such a prompt.
             speculate: whether steps may be made wider for its drafts, if the engine has any; its tokens are the same.
-            listener: called with each `Event` in the scheduler's thread, in place of the request's own queue.
+            listener: called with each `Event` in the scheduler's thread, in place of the request's own queue. It may
+                call `submit`, `close` and `Request.cancel`, and the engine, which ends the requests that run; not
+                `step`, nor wait for a request that goes on.
 
         Raises:
             BusyError: ``max_waiting`` prompts wait already; or the scheduler closes.
@@ -245,7 +247,8 @@ class Scheduler:
         (ids, *more), _ = engine.checked(cast(Prompts, prompt if _is_text(prompt) else [prompt]), False)
         if more:
             raise ShapeError(f"{1 + len(more)} prompts; allowed: one in a request")
-        make = partial(Request, top=top, prompt_top=prompt_top, speculate=speculate, listener=listener)
+        observed = partial(Request, listener=listener, iteration=self._iteration)
+        make = partial(observed, top=top, prompt_top=prompt_top, speculate=speculate)
         fewest = 1 if prompt_top is None else 0
         requests = engine.sequences(make, [ids] * samples, [len(ids)] * samples, options, fewest)
         with self._lock:
@@ -314,11 +317,13 @@ class Scheduler:
         return self
 
     def close(self, *, cancel: bool = False) -> None:
-        """Refuse further prompts, finish or cancel all requests, and end the thread."""
+        """Refuse further prompts, finish or cancel all requests, and end the thread; in a listener without waiting."""
         with self._lock:
             self._is_closing = True
             self._cancels_all |= cancel
             self._lock.notify()
+        if self._iteration.is_here:
+            return
         if self._thread is not None:
             self._thread.join()
         else:
@@ -341,19 +346,20 @@ class Scheduler:
 
         Raises:
             DeviceError: the device computes no more.
+            ConfigError: another thread is in a step, or a listener calls.
         """
-        self._drop_cancelled()
-        busy = bool(self._waiting or self._prefilling or self._batch.sequences or self._pending)
-        with self.engine.lock:
+        with self._iteration:
+            self._drop_cancelled()
+            busy = bool(self._waiting or self._prefilling or self._batch.sequences or self._pending)
             if self._batch.sequences:
                 try:
                     self._decode()
                 except BaseException as error:
                     self._fail(self._batch.sequences, error)
             self._prefill()
-        while len(self._pending) > (1 if self._batch.runs_ahead and self._batch.sequences else 0):
-            self._deliver(self._pending.popleft())
-        return busy
+            while len(self._pending) > (1 if self._batch.runs_ahead and self._batch.sequences else 0):
+                self._deliver(self._pending.popleft())
+            return busy
 
     def _fail(self, requests: Iterable[Request], error: BaseException) -> None:
         """End requests with an error.
@@ -431,10 +437,11 @@ class Scheduler:
         for slot in range(1, len(chosen)):
             self._reuse_prefix(slot)
         chunks = [prompt.ids[prompt.prefilled : prompt.prefilled + most] for prompt in chosen]
-        if chosen[0].scores is None:
-            runner.prefill(chunks, [prompt.prefilled for prompt in chosen])
-        else:
-            self._prefill_scored(chosen[0], chunks[0])
+        with self.engine.lock:
+            if chosen[0].scores is None:
+                runner.prefill(chunks, [prompt.prefilled for prompt in chosen])
+            else:
+                self._prefill_scored(chosen[0], chunks[0])
         for prompt, chunk in zip(chosen, chunks, strict=True):
             prompt.prefilled += len(chunk)
         for slot in reversed(range(len(chosen))):
@@ -491,10 +498,11 @@ class Scheduler:
                 for score in prompt.scores or ():
                     _check(score)
                 if request.has_next:
-                    if not self._batch.sequences:
-                        self._lengths = self.engine.begin()
-                    self.engine.check_current(self._lengths, "request")
-                    self._pending.append(self._batch.admit(request, runner, slot))
+                    with self.engine.lock:
+                        if not self._batch.sequences:
+                            self._lengths = self.engine.begin()
+                        self.engine.check_current(self._lengths, "request")
+                        self._pending.append(self._batch.admit(request, runner, slot))
                 else:
                     request.finish_without_token()
                     request.deliver(Event(request.index, None, None, request.finish_reason))
@@ -509,16 +517,17 @@ class Scheduler:
         Raises:
             ConfigError: others use the engine.
         """
-        self.engine.check_current(self._lengths, "request")
-        self._pending.append(self._batch.step())
+        with self.engine.lock:
+            self.engine.check_current(self._lengths, "request")
+            self._pending.append(self._batch.step())
         self._done["steps"] += 1
         for request in [each for each in self._batch.sequences if not each.has_next]:
             self._retire(request)
 
     def _retire(self, request: Request) -> None:
         """Copy a sequence with a batch slot to the prefix cache, and free the slot."""
-        with self.engine.lock:
-            if request.slot is not None and self.engine.is_current(self._lengths):
+        with self._own_cache() as is_current:
+            if request.slot is not None and is_current:
                 tokens = [*request.prompt, *request.tokens][: request.cached]
                 ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
                 self._prefix_cache.insert(ids, self.engine.cache, request.slot)
@@ -526,9 +535,17 @@ class Scheduler:
 
     def _remove(self, request: Request) -> None:
         """Remove a request from the batch; the cache is written only if it is still of this scheduler."""
-        with self.engine.lock:
-            is_current = self.engine.is_current(self._lengths)
+        with self._own_cache() as is_current:
             (self._batch.retire if is_current else self._batch.forget)(request)
+
+    @contextlib.contextmanager
+    def _own_cache(self) -> Iterator[bool]:
+        """Whether the engine's cache is of this scheduler, and stays so in the block."""
+        if not self.engine.is_current(self._lengths):  # nor ever again: whatever holds the lock, there is no wait
+            yield False
+            return
+        with self.engine.lock:
+            yield self.engine.is_current(self._lengths)
 
     def _drop_cancelled(self) -> None:
         """End cancelled requests."""
