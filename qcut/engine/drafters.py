@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qcut.engine.runner import MOST_ROWS, ModelRunner
-from qcut.engine.token_ids import is_whole
 from qcut.errors import ConfigError, shown
+from qcut.models.modules import check_integer
 
 MOST_DRAFTS, MOST_NGRAM = MOST_ROWS - 1, 8
 """Most drafts of a step, and tokens of an n-gram, that `torch.ops.qcut.accept` takes."""
@@ -146,11 +146,8 @@ class Lookup:
     reads_hidden: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _check_drafts("Lookup", self.drafts)
-        for name, most in (("longest", MOST_NGRAM), ("shortest", self.longest)):
-            value = getattr(self, name)
-            if not is_whole(value) or not 1 <= value <= most:
-                raise ConfigError(f"Lookup: {name} is {value!r}; allowed: 1 to {most}")
+        for name, most in (("drafts", MOST_DRAFTS), ("longest", MOST_NGRAM), ("shortest", self.longest)):
+            check_integer(getattr(self, name), f"Lookup: {name}", 1, most)
 
     def companion(self, runner: ModelRunner, tokenizer: Any) -> None:
         """See `Drafter.companion`."""
@@ -188,7 +185,7 @@ class DraftModel:
     def __post_init__(self) -> None:
         if not isinstance(getattr(self.engine, "runner", None), ModelRunner):
             raise ConfigError(f"DraftModel: engine is {shown(self.engine)}; allowed: a qcut.Engine")
-        _check_drafts("DraftModel", self.drafts)
+        check_integer(self.drafts, "DraftModel: drafts", 1, MOST_DRAFTS)
 
     def companion(self, runner: ModelRunner, tokenizer: Any) -> ModelRunner:
         """See `Drafter.companion`. Tokenizers are compared if both engines have one."""
@@ -252,8 +249,3 @@ def check_words(tokenizer: Any, models: Any, what: str) -> None:
     if others:
         given = f"{others[0]!r} as token {found[others[0]]}"
         raise ConfigError(f"{what} has {given}; allowed: {allowed.get(others[0])}, as the model's tokenizer")
-
-
-def _check_drafts(name: str, drafts: object) -> None:
-    if not is_whole(drafts) or not 1 <= drafts <= MOST_DRAFTS:  # type: ignore[operator]
-        raise ConfigError(f"{name}: drafts is {shown(drafts)}; allowed: 1 to {MOST_DRAFTS}")

@@ -34,12 +34,12 @@ from qcut.engine.token_ids import (
     check_ids,
     end_tokens,
     ids_of,
-    is_whole,
     prompt_ids,
     reused_tokens,
     stops_of,
 )
-from qcut.errors import BusyError, ConfigError, ContextError, ShapeError
+from qcut.errors import BusyError, ConfigError, ContextError, ShapeError, shown
+from qcut.models.modules import check_integer, is_whole
 from qcut.numerics.sampling import Sampling
 from qcut.text.constraint import Constraint
 from qcut.text.detokenizer import Detokenizer
@@ -198,12 +198,10 @@ class Engine:
         decoder = decoder_of(model)
         limit = decoder.context
         context = min(limit, DEFAULT_CONTEXT) if context is None else context
-        if not is_whole(batch) or batch < 1:
-            raise ConfigError(f"batch is {batch!r}; allowed: 1 and more")
+        check_integer(batch, "batch")
         if not is_whole(context) or not 1 <= context <= limit:
-            raise ConfigError(f"context is {context!r}; allowed for {decoder.architecture}: 1 to {limit}")
-        if not is_whole(ring) or ring < 0:
-            raise ConfigError(f"ring is {ring!r}; allowed: 0 and more")
+            raise ConfigError(f"context is {shown(context)}; allowed for {decoder.architecture}: 1 to {limit}")
+        check_integer(ring, "ring", 0)
         self.speculate = speculate
         if tokenizer is not None:
             check_tokenizer(tokenizer)
@@ -231,7 +229,12 @@ class Engine:
         self.lock = EngineLock()
 
     def with_batch(self, batch: int) -> Engine:
-        """Another engine over the same weights, with memory of its own for ``batch`` sequences of the same context."""
+        """Another engine over the same weights, with memory of its own for ``batch`` sequences of the same context.
+
+        Raises:
+            ConfigError: a batch below 1.
+        """
+        check_integer(batch, "batch")
         other = copy.copy(self)
         other._use(self.runner.with_batch(batch))
         return other
@@ -369,8 +372,7 @@ class Engine:
             ("sequences", sequences, self.batch),
             *(("length", n, self.context) for n in lengths),
         ):
-            if not is_whole(count) or not 1 <= count <= most:
-                raise ConfigError(f"{what} is {count!r}; allowed: 1 to {most}")
+            check_integer(count, what, 1, most)
             if what == "length":
                 self.generate(torch.zeros(sequences, count, dtype=torch.int64, device="cpu"), 1)
                 self.runner.capture_decode(sequences)

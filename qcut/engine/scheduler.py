@@ -26,8 +26,9 @@ from qcut.engine.request import Iteration, Listener, Request, as_failure
 from qcut.engine.runner import check_device, inference
 from qcut.engine.sequence import DraftedTokens, Event, NewTokens, SequenceBatch
 from qcut.engine.speculation import capture_drafted
-from qcut.engine.token_ids import Options, is_whole
+from qcut.engine.token_ids import Options
 from qcut.errors import BusyError, ConfigError, RequestError, ShapeError, shown
+from qcut.models.modules import check_integer
 from qcut.numerics.sampling import Sampling
 from qcut.text.constraint import Constraint
 from qcut.text.prompts import Chat
@@ -130,10 +131,9 @@ class Scheduler:
     def __init__(self, engine: Engine, *, chunk: int = 512, prefix_cache: int = 8, max_waiting: int = 1024) -> None:
         if not isinstance(engine, Engine):
             raise ConfigError(f"engine is a {type(engine).__name__}; allowed: a qcut.Engine")
-        given = {"chunk": (chunk, 1), "prefix_cache": (prefix_cache, 0), "max_waiting": (max_waiting, 1)}
-        for name, (value, least) in given.items():
-            if not is_whole(value) or value < least:
-                raise ConfigError(f"{name} is {value!r}; allowed: {least} and more")
+        check_integer(chunk, "chunk")
+        check_integer(prefix_cache, "prefix_cache", 0)
+        check_integer(max_waiting, "max_waiting")
         self.engine, self._chunk, self._max_waiting = engine, chunk, max_waiting
         self._batch = SequenceBatch[Request](engine.runner, engine.batch, engine.speculate)
         self._prefill_runner = engine.runner.with_batch(min(MAX_PREFILLS, engine.batch))
@@ -233,8 +233,7 @@ class Scheduler:
             ConfigError, also: samples below 1 or beyond the engine's batch.
         """
         engine = self.engine
-        if not is_whole(samples) or not 1 <= samples <= engine.batch:
-            raise ConfigError(f"samples is {samples!r}; allowed: 1 to {engine.batch}, the engine's batch")
+        check_integer(samples, "samples", 1, engine.batch)
         for name, count in (("top", top), ("prompt_top", prompt_top)):
             check_top(count, engine.decoder.vocabulary, name)
         if not isinstance(speculate, bool):

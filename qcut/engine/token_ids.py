@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qcut.errors import ConfigError, DtypeError, ShapeError, shown
+from qcut.models.modules import is_whole
 from qcut.numerics.sampling import Sampling
 from qcut.text.constraint import Constraint
 
@@ -149,11 +149,6 @@ def reused_tokens(reuse_prefix: Any, lengths: Sequence[int], prompts: int) -> li
         if not 0 <= count <= most:
             raise ConfigError(f"reuse_prefix is {count} for sequence {i}; allowed: 0 to {most}, its tokens")
     return [int(count) for count in counts]
-
-
-def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, of Python, numpy or another kind, and no truth value."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def stops_of(stop: Any, *, text: bool) -> tuple[frozenset[int], frozenset[str]]:

@@ -25,6 +25,7 @@ from qcut.errors import (
     ShapeError,
     UnsupportedError,
     layer_prefix,
+    shown,
 )
 from qcut.models.affine import is_affine
 from qcut.models.classes import computes_its_own, conv1d_class, is_called_as_written, library_class
@@ -400,14 +401,20 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real)
 
 
-def check_integer(value: Any, what: str, least: int = 1) -> None:
+def is_whole(value: object) -> bool:
+    """Whether a caller's value is a whole number, of Python, numpy or another kind, and no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_integer(value: Any, what: str, least: int = 1, most: int | None = None) -> None:
     """Check a caller's integer.
 
     Raises:
-        ConfigError: this is none, one below ``least``, or one that takes more than 64 bits.
+        ConfigError: this is none, one below ``least`` or beyond ``most``, or one that takes more than 64 bits.
     """
-    if not isinstance(value, Integral) or not least <= int(value) < 1 << 63:
-        raise ConfigError(f"{what}: found {value!r}; allowed: an integer, {least} and more")
+    if not is_whole(value) or not least <= value <= ((1 << 63) - 1 if most is None else most):
+        allowed = f"{least} and more" if most is None else f"{least} to {most}"
+        raise ConfigError(f"{what} is {shown(value)}; allowed: {allowed}")
 
 
 SEEDS = -(1 << 63)
