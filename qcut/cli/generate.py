@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcut.cli.command import Answer, Command, UsageError
@@ -19,6 +18,7 @@ from qcut.cli.models import (
     device_options,
     open_drafter,
     open_model,
+    read_text,
 )
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ sampling:
 --seed S: natural = 0
     equal seeds give equal texts (default: 0)
 form of the text:
-| --json-schema FILE
+| --json-schema FILE: Path
     choose only tokens with which the text becomes JSON of the JSON Schema in FILE; the text ends when it is complete
     (default: any text)
 | --regex PATTERN
@@ -113,47 +113,57 @@ def run(arguments: argparse.Namespace) -> Answer:
         arguments.tokenizer is None
     ):
         raise UsageError(arguments.parser, "name a MODEL, or --llama2c FILE with --tokenizer FILE")
+    from qcut.errors import ConstraintError, shown
     from qcut.numerics.sampling import Sampling
 
-    constraint = _constraint(arguments)
-    given = vars(arguments)
-    sampling = Sampling(**{field.name: given[field.name] for field in fields(Sampling) if field.name in given})
-    continue_prompt: Any = _huggingface if arguments.llama2c is None else _llama2c
-    check_drafts(arguments)
-    return Answer(continue_prompt(arguments, sampling, Quantizing.of(arguments), constraint))
+    schema, given = arguments.json_schema, vars(arguments)
+    form = f"--regex {shown(arguments.regex)}" if schema is None else f"--json-schema {schema}"
+    try:
+        constraint = _constraint(arguments, form)
+        sampling = Sampling(**{field.name: given[field.name] for field in fields(Sampling) if field.name in given})
+        continue_prompt: Any = _huggingface if arguments.llama2c is None else _llama2c
+        check_drafts(arguments)
+        return Answer(continue_prompt(arguments, sampling, Quantizing.of(arguments), constraint))
+    except ConstraintError as error:
+        raise ConstraintError(f"{form}: {error}") from error
 
 
-def _constraint(arguments: argparse.Namespace) -> Constraint | None:
-    """The form of the text."""
-    from qcut.errors import ConfigError, shown
+def _constraint(arguments: argparse.Namespace, form: str) -> Constraint | None:
+    """The form of the text, of which the option is ``form``."""
+    from qcut.errors import ConfigError
     from qcut.text.constraint import Constraint
 
     schema, pattern = arguments.json_schema, arguments.regex
     if schema is None and pattern is None:
         return None
-    option = f"--regex {shown(pattern)}" if schema is None else f"--json-schema {schema}"
     if arguments.llama2c is not None:
-        raise ConfigError(f"{option}: not with --llama2c")
-    try:
-        text = pattern if schema is None else Path(schema).read_text(encoding="utf-8")
-        return Constraint.regex(text) if schema is None else Constraint.json_schema(text)
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise ConfigError(f"{option}: {error}") from error
+        raise ConfigError(f"{form}: not with --llama2c")
+    if schema is None:
+        return Constraint.regex(pattern)
+    return Constraint.json_schema(read_text(schema, "--json-schema"))
 
 
 class _Output:
-    """Standard output of generated text; with ``--json`` the text is only collected."""
+    """Standard output of generated text; with ``--json`` the text is only collected.
+
+    The prompt waits for what follows it, since a failure before the first token writes nothing.
+    """
 
     def __init__(self, silent: bool) -> None:
         self._silent = silent
         self._data: list[bytes] = []
+        self._written = 0
 
     def __call__(self, text: str | bytes) -> None:
-        data = text.encode("utf-8", "replace") if isinstance(text, str) else text
-        self._data.append(data)
+        self.hold(text)
         if not self._silent:
-            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.write(b"".join(self._data[self._written :]))
             sys.stdout.buffer.flush()
+            self._written = len(self._data)
+
+    def hold(self, text: str | bytes) -> None:
+        """Write a text together with the next one."""
+        self._data.append(text.encode("utf-8", "replace") if isinstance(text, str) else text)
 
     def text(self) -> str:
         """The text so far."""
@@ -181,10 +191,10 @@ def _huggingface(
     speculate, context = open_drafter(arguments, model, tokenizer, None)
     named = None if constraint is None else tokenizer
     runner = runner_for(model, kv_cache=arguments.kv_cache, context=context, speculate=speculate, tokenizer=named)
-    if runner.context is not None and len(ids) > runner.context:  # before the prompt is printed
+    if runner.context is not None and len(ids) > runner.context:
         raise ContextError(f"the prompt has {len(ids)} tokens; the model's context is {runner.context}")
     write, added = _Output(arguments.json), _Output(True)
-    write(arguments.prompt)
+    write.hold(arguments.prompt)
     pieces = Detokenizer(tokenizer).incremental(ids)
 
     def show(token: int) -> None:
@@ -242,7 +252,7 @@ def _llama2c(arguments: argparse.Namespace, sampling: Any, quantizing: Any, cons
     write, added = _Output(arguments.json), _Output(True)
     previous = ids[0]
     for token in ids[1:]:
-        write(tokenizer.printed_piece(previous, token))
+        write.hold(tokenizer.printed_piece(previous, token))
         previous = token
     steps = arguments.steps - (len(ids) - 1)
     result = Generated()

@@ -193,6 +193,23 @@ def shown() -> bool:
     return sys.stderr.isatty()
 
 
+def check_inputs(arguments: argparse.Namespace, option: str, out: Path) -> None:
+    """Check that what a command reads is not lost in a path that it replaces.
+
+    Args:
+        arguments: parsed command line.
+        option: option with the path, for messages.
+        out: the path.
+
+    Raises:
+        ConfigError: the model, the text or the plan is this path, or is in it.
+    """
+    for name, read in (("model", "MODEL"), ("calibrate", "--calibrate"), ("plan", "--plan")):
+        given = getattr(arguments, name, None)
+        if given is not None and Path(given).exists() and Path(given).resolve().is_relative_to(out.resolve()):
+            raise ConfigError(f"{option} {out}: {read} {given} is there, and would be lost; allowed: another path")
+
+
 def read_text(path: Path, option: str) -> str:
     """Read the text file of an option.
 
@@ -358,6 +375,8 @@ class Quantizing:
         embeddings = None if options.embeddings is None else parse_scheme(options.embeddings)
         _check_needs(options, scheme)
         fit_bytes(options)
+        if options.smooth is not None and not 0 <= options.smooth <= 1:
+            raise ConfigError(f"--smooth {options.smooth}; allowed: 0 to 1")
         if options.bits is not None and options.smooth is not None:
             raise ConfigError("--smooth: not allowed with --bits, since the plan is made for the unsmoothed model")
         text = None if options.calibrate is None else read_text(options.calibrate, "--calibrate")

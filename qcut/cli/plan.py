@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from qcut.cli.command import Answer, Command
 from qcut.cli.models import (
     FIT_MEMORY,
+    check_inputs,
     conversion_options,
     cut_text,
     data_options,
@@ -103,11 +104,11 @@ COMMAND = Command(
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Run the command."""
-    from qcut.common.files import write_text
+    from qcut.common.files import replacing
 
-    _check_file(arguments.out, "--out", arguments.overwrite)
+    _check_file(arguments, "--out", arguments.out)
     if arguments.report is not None:
-        _check_file(arguments.report, "--report", arguments.overwrite)
+        _check_file(arguments, "--report", arguments.report)
         if arguments.report.resolve() == arguments.out.resolve():
             raise ConfigError(f"--report {arguments.report}: the same file as --out")
     schemes = None if arguments.candidates is None else [parse_scheme(name) for name in arguments.candidates]
@@ -141,10 +142,15 @@ def run(arguments: argparse.Namespace) -> Answer:
         **({} if arguments.skip is None else {"skip": arguments.skip}),
         progress=shown(),
     )
-    chosen.save(arguments.out)
-    if arguments.report is not None:
+    if arguments.report is None:
+        chosen.save(arguments.out)
+    else:
+        page = plan_page(chosen, arguments.model).encode()
         try:
-            write_text(arguments.report, plan_page(chosen, arguments.model))
+            with replacing(arguments.report) as (file,):
+                file.write(page)
+                file.flush()
+                chosen.save(arguments.out)  # both files or none
         except OSError as error:
             raise ConfigError(f"--report {arguments.report}: cannot be written: {error.strerror or error}") from error
     report = None if arguments.report is None else str(arguments.report)
@@ -155,16 +161,16 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(data, f"{chosen}\nwritten: {written}")
 
 
-def _check_file(path: Path, option: str, overwrite: bool) -> None:
+def _check_file(arguments: argparse.Namespace, option: str, path: Path) -> None:
     """Check that a file may be written.
 
     Args:
-        path: path of the file.
+        arguments: parsed command line.
         option: option with the path, for messages.
-        overwrite: whether an existing file may be replaced.
+        path: path of the file.
 
     Raises:
-        ConfigError: the file exists, or its folder is missing or not writable.
+        ConfigError: the file exists, is no file, or is read; or its folder is missing or not writable.
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path}: there is a folder of that name")
@@ -172,7 +178,10 @@ def _check_file(path: Path, option: str, overwrite: bool) -> None:
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{option} {path}: no permission to write to the folder {path.parent}")
-    if path.exists() and not overwrite:
+    if (path.exists() or path.is_symlink()) and not path.is_file():
+        raise ConfigError(f"{option} {path}: there is something that is no file; it is not replaced")
+    check_inputs(arguments, option, path)
+    if path.exists() and not arguments.overwrite:
         raise ConfigError(f"{option} {path}: the file exists already; --overwrite replaces it")
 
 

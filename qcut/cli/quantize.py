@@ -17,6 +17,7 @@ from qcut.cli.command import Answer, Command
 from qcut.cli.models import (
     QUANTIZING,
     Quantizing,
+    check_inputs,
     conversion_options,
     device_options,
     open_quantized,
@@ -84,8 +85,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     quantizing = Quantizing.of(arguments)
     if quantizing.scheme is None and arguments.bits is None:
         raise ConfigError("quantize: give --scheme NAME, such as w8a8 or codebook4, --plan FILE, or --bits B")
-    if Path(arguments.model).is_dir() and out.exists() and out.resolve() == Path(arguments.model).resolve():
-        raise ConfigError(f"--out {out}: this is MODEL itself, which is not replaced")
+    check_inputs(arguments, "--out", out)
     with new_folder(out, arguments.overwrite) as folder:  # before computing for a folder that cannot be written
         report = _write(arguments, quantizing, folder)
     sizes = [path.stat().st_size for path in out.iterdir() if path.is_file()]

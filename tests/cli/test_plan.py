@@ -209,6 +209,16 @@ def test_the_command_writes_pythons_plan(tmp_path: Path, capfd: pytest.CaptureFi
     assert schemes == plan.schemes
 
 
+def test_report_that_cannot_be_written_leaves_no_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out, report = tmp_path / "plan.json", tmp_path / ("r" * 250)  # the temporary file's name is longer
+    words = ["--calibrate", ROOT / "README.md", "--include", "h.0.*", "--window", 32, "--max-windows", 1]
+    words += ["--candidates", "w8a16", "fp16", "--measure", "layer", "--device", "cpu", "--overwrite"]
+    out.write_text("before")
+    assert cli.main([*map(str, ["plan", DEMO, *words, "--out", out, "--report", report])]) == 1
+    assert f"--report {report}: cannot be written: File name too long" in capfd.readouterr().err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
+
+
 def test_the_command_plans_within_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text, out, report = ROOT / "README.md", tmp_path / "plan.json", tmp_path / "plan.html"
     words = ["--calibrate", text, "--include", "h.0.*", "--window", 32, "--max-windows", 2, "--batch", 2]

@@ -75,7 +75,13 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (base / "empty.txt").touch()
     (base / "latin.txt").write_bytes("Käse".encode("latin-1"))
     (base / "short.txt").write_text("An import.")
+    copy("outer")
+    copy("outer/inner")
+    (base / "outer" / "b.txt").touch()
+    (base / "dangling").symlink_to("nowhere")
+    os.mkfifo(base / "pipe")
     (base / "list.json").write_text("[]")
+    (base / "typo.json").write_text('{"type": "strnig"}')
     (base / "other").mkdir()
     (base / "other" / "letter.txt").touch()
     sealed = copy("sealed", "model.safetensors")  # its index names a file that is not there
@@ -164,6 +170,13 @@ COMMANDS: list[tuple[tuple[object, ...], str]] = [
     (("eval", DEMO, "--text", "short.txt"), "--text short.txt: found 3 tokens, fewer than one window of 512"),
     (("eval", DEMO, *TEXT, "--scheme", "4bit"), "did you mean codebook4"),
     (("eval", DEMO, *TEXT, "--scheme", "w8a8", "--plan", "p.json"), "not allowed with argument --scheme"),
+    *(
+        (
+            ("eval", DEMO, *TEXT, "--scheme", "w8a8", "--calibrate", "nowhere", f"--smooth={alpha}"),
+            f"--smooth {alpha}; allowed: 0 to 1",
+        )
+        for alpha in ("nan", "-1.0", "1.5")
+    ),
     (("eval", DEMO, *TEXT, "--fit"), "--fit needs --scheme, --plan or --bits"),
     (("eval", DEMO, *TEXT, "--scheme", "codebook4", "--fit-memory", "2"), "--fit-memory 2 needs --fit"),
     (("eval", DEMO, *TEXT, "--scheme", "codebook4", "--fit-memory", "0"), "--fit-memory"),
@@ -184,7 +197,15 @@ COMMANDS: list[tuple[tuple[object, ...], str]] = [
     (("quantize", DEMO, "--scheme", "w8a8", "--out", "saved"), "there is a model already; --overwrite replaces it"),
     (("quantize", DEMO, "--scheme", "w8a8", "--out", "other", "--overwrite"), "other things than a model"),
     (("quantize", DEMO, "--scheme", "w8a8", "--out", "empty.txt"), "--out empty.txt: there is something that is no"),
-    (("quantize", "more", "--scheme", "w8a8", "--out", "more", "--overwrite"), "--out more: this is MODEL itself"),
+    (
+        ("quantize", "more", "--scheme", "w8a8", "--out", "more", "--overwrite"),
+        "--out more: MODEL more is there, and would be lost",
+    ),
+    (("quantize", "outer/inner", "--scheme", "w8a8", "--out", "outer", "--overwrite"), "MODEL outer/inner is there"),
+    (
+        ("quantize", DEMO, "--scheme", "w8a8", "--calibrate", "outer/b.txt", "--out", "outer", "--overwrite"),
+        "--out outer: --calibrate outer/b.txt is there",
+    ),
     (("quantize", DEMO, "--scheme", "w8a8", "--out", "empty.txt/new"), "--out empty.txt/new: cannot be written: "),
     (("quantize", DEMO, "--scheme", "w8a8", "--out", "new", "--embeddings", "4"), "scheme '4' does not exist"),
     (("quantize", DEMO, "--scheme", "w8a8", "--out", "new", "--smooth", "0.5"), "--smooth needs --calibrate TEXT"),
@@ -219,6 +240,19 @@ COMMANDS: list[tuple[tuple[object, ...], str]] = [
     (("bench", "truncated"), "truncated/model.safetensors: truncated or not"),
     (("plan", DEMO, "--out", "p.json"), "the following arguments are required: --calibrate"),
     (("plan", DEMO, "--calibrate", "text.txt", "--out", "list.json"), "--out list.json: the file exists already"),
+    *(
+        (("plan", DEMO, "--calibrate", "list.json", "--out", name, *more), f"--out {name}: there is something that is")
+        for name in ("dangling", "pipe")
+        for more in ((), ("--overwrite",))
+    ),
+    (
+        ("plan", DEMO, "--calibrate", "text.txt", "--out", "text.txt", "--overwrite"),
+        "--out text.txt: --calibrate text.txt is there, and would be lost; allowed: another path",
+    ),
+    (
+        ("plan", DEMO, "--calibrate", "text.txt", "--out", "p.json", "--report", "text.txt", "--overwrite"),
+        "--report text.txt: --calibrate text.txt is there, and would be lost",
+    ),
     (("plan", DEMO, "--calibrate", "text.txt", "--out", "empty"), "--out empty: there is a folder of that name"),
     (("plan", DEMO, "--calibrate", "text.txt", "--out", "no/p.json"), "--out no/p.json: there is no folder no"),
     (("plan", DEMO, "--calibrate", "text.txt", "--out", "p", "--report", "p"), "--report p: the same file as --out"),
@@ -228,7 +262,9 @@ COMMANDS: list[tuple[tuple[object, ...], str]] = [
         ("plan", DEMO, "--calibrate", "text.txt", "--out", "p.json", "--window", "64", "--budget", "-1"),
         "budget: found -1.0",
     ),
-    (("generate", DEMO, "--json-schema", "nowhere"), "--json-schema nowhere: "),
+    (("generate", DEMO, "--json-schema", "nowhere"), "--json-schema nowhere: No such file"),
+    (("generate", DEMO, "--json-schema", "typo.json"), "--json-schema typo.json: json_schema: Invalid type: strnig"),
+    (("generate", DEMO, "--regex", "("), "--regex '(': regex: "),
     (("generate", DEMO, "--json-schema", "latin.txt"), "--json-schema latin.txt: 'utf-8' codec"),
     (("generate", DEMO, "--json-schema", "text.txt"), "--json-schema text.txt: json_schema is no JSON"),
     (("generate", DEMO, "--regex", ""), "--regex '': regex is ''; allowed: "),

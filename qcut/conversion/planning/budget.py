@@ -18,6 +18,7 @@ WITHIN_COST = ("codebook2", "codebook3", "codebook4", "codebook4+4", "w8a16")
 """Default candidates if the cost is limited."""
 
 _LOSS = 0.003
+_MOST_BITS = 1e6
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Budget:
     def limit(self, weights: int) -> float | None:
         """The cost allowed, in the cost model's unit; None if the loss is limited."""
         if self.bits is not None:
-            return float(math.floor(self.bits * weights / 8 + 1e-6))  # whole bytes; bits are seldom a whole number
+            bits = min(self.bits, _MOST_BITS)
+            return float(math.floor(bits * weights / 8 + 1e-6))  # whole bytes; bits are seldom a whole number
         return self.step_us
 
     def impossible(self, least: float, weights: int) -> PlanError:

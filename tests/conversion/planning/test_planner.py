@@ -242,6 +242,11 @@ def test_refusals() -> None:
         plan(model, [], progress=False)
 
 
+def test_bits_beyond_all_need_are_no_limit() -> None:
+    found = plan(tiny_lm(), token_batches(), bits=1e308, measure="layer", candidates=("w8a16", "fp16"), progress=False)
+    assert set(found.schemes.values()) == {"fp16"}
+
+
 def test_costs() -> None:
     layer = nn.Linear(30, 50)
     size = LayerSize("x", 50, 30, True, 4 * (50 * 30 + 50))
