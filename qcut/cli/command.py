@@ -107,6 +107,10 @@ class Parser(argparse.ArgumentParser):
         """Raise `UsageError`."""
         raise UsageError(self, message)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help or version; argparse's own ignores errors of the output."""
+        print(message, end="", file=file, flush=True)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)

@@ -94,6 +94,8 @@ def listening(host: str, port: int) -> socket.socket:
             found.bind(address)
             stack.pop_all()
             return found
+    except UnicodeError as error:  # a part of the name that is longer than 63 characters
+        raise ConfigError(f"--host {host:.80}: {error}; allowed: a name or an address") from error
     except OSError as error:
         hint = f" ({_HINTS[error.errno]})" if error.errno in _HINTS else ""
         raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}{hint}") from error

@@ -419,7 +419,10 @@ LIST = "completion zsh"
 
 @pytest.mark.parametrize(
     ("command", "redirection"),
-    [(LIST, ">/dev/full"), *((f"info {DEMO}", to) for to in (">/dev/full", ">&-", "2>&-", ">&- 2>&-"))],
+    [
+        *((words, ">/dev/full") for words in (LIST, "--version", "plan --help")),
+        *((f"info {DEMO}", to) for to in (">/dev/full", ">&-", "2>&-", ">&- 2>&-")),
+    ],
 )
 def test_outputs_that_cannot_be_written(command: str, redirection: str) -> None:
     if not Path("/dev/full").exists():

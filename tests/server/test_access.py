@@ -138,6 +138,7 @@ def test_options_that_are_refused_at_start(
     assert "another program listens there" in found
     assert "not an address of this machine" in says("--host", "192.0.2.1")
     assert "--host no.such.host.invalid --port 8000: " in says("--host", "no.such.host.invalid", model="missing")
+    assert "label too long" in says("--host", "x" * 99, model="missing")
     assert "--chat-template" in says("--port", 0, "--chat-template", tmp_path / "none")
     for number, template in enumerate(("", "{% for %}", "{{ raise_exception('no user') }}")):
         (tmp_path / f"{number}.jinja").write_text(template)
