@@ -340,7 +340,7 @@ class Engine:
             ShapeError: another number of tokens than of prompts, or no prompt yet.
             DtypeError, ConfigError: as in `prefill`.
         """
-        flat = ids_of(tokens, None).cpu()
+        flat = ids_of(tokens, None)
         if flat.shape != (len(self._lengths),) or not self._lengths:
             raise ShapeError(f"decode: {list(flat.shape)} tokens; allowed: [{len(self._lengths)}], one for each prompt")
         check_ids(flat, self.decoder.vocabulary)
@@ -366,8 +366,10 @@ class Engine:
             sequences: prompts of a request; a chunk has the next size of 1 to 8, 10, 12, 14, 16, 20 and so on.
 
         Raises:
-            ConfigError: a length or a number of sequences that no request may have.
+            ConfigError: a length or a number of sequences that no request may have, or no list of lengths.
         """
+        if not isinstance(lengths, Iterable):
+            raise ConfigError(f"lengths is {shown(lengths)}; allowed: a list of numbers, [{shown(lengths)}] for one")
         for what, count, most in (
             ("sequences", sequences, self.batch),
             *(("length", n, self.context) for n in lengths),
@@ -426,11 +428,13 @@ class Engine:
 
         Raises:
             As `prefill`; and ConfigError: ``max_new_tokens`` below 1, ``min_new_tokens`` below 0 or beyond it, ``top``
-                beyond 20, a bias for a token beyond the vocabulary, or ``stop`` or ``sampling`` of another kind;
+                beyond 20, a bias for a token beyond the vocabulary, or another argument of another kind;
                 ConstraintError: a constraint that llguidance does not take; RequestError: the work of a constraint goes
                 beyond llguidance's limits midway.
         """
         check_top(top, self.decoder.vocabulary)
+        if on_token is not None and not callable(on_token):
+            raise ConfigError(f"on_token is {shown(on_token)}; allowed: a function of an index and a token, or None")
         options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens, constraint)
         sequences = self._prefilled(prompts, options, reuse_prefix, top)
         for event in self._decoded(sequences, self._lengths):

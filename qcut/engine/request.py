@@ -7,6 +7,7 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from qcut.common.failures import is_interrupt
@@ -37,20 +38,24 @@ class Iteration:
         self._lock = threading.Lock()
         self._thread: int | None = None
 
-    def __enter__(self) -> None:
-        """Begin.
+    @contextmanager
+    def begun(self, *, waits: bool) -> Iterator[None]:
+        """Begin one, and end it with the block.
+
+        Args:
+            waits: whether to wait for the end of another thread's.
 
         Raises:
-            ConfigError: another one runs, in another thread or around this listener.
+            ConfigError: one runs, in another thread or around this listener.
         """
-        if not self._lock.acquire(blocking=False):
+        if self.is_here or not self._lock.acquire(blocking=waits):
             raise ConfigError("step: the scheduler is in a step already; allowed: one thread, and no listener")
         self._thread = threading.get_ident()
-
-    def __exit__(self, *_: object) -> None:
-        """End."""
-        self._thread = None
-        self._lock.release()
+        try:
+            yield
+        finally:
+            self._thread = None
+            self._lock.release()
 
     @property
     def is_here(self) -> bool:

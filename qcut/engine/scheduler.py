@@ -151,6 +151,12 @@ class Scheduler:
         self._numbers = itertools.count()
         self.error: BaseException | None = None
 
+    def __del__(self) -> None:
+        """End the requests that nothing goes on with: their consumers would wait forever."""
+        if hasattr(self, "error"):  # else the scheduler has been refused
+            for request in self._all():
+                request.fail(RequestError("the scheduler is gone; allowed: to keep it until its requests have ended"))
+
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     def submit(
@@ -347,7 +353,7 @@ class Scheduler:
             DeviceError: the device computes no more.
             ConfigError: another thread is in a step, or a listener calls.
         """
-        with self._iteration:
+        with self._iteration.begun(waits=threading.current_thread() is self._thread):
             self._drop_cancelled()
             busy = bool(self._waiting or self._prefilling or self._batch.sequences or self._pending)
             if self._batch.sequences:

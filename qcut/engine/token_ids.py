@@ -66,7 +66,7 @@ def prompt_ids(prompts: Any) -> list[Tensor]:
     if isinstance(prompts, Tensor):
         if prompts.dim() != 2:
             raise ShapeError(f"prompts have shape {list(prompts.shape)}; allowed: [B, T], or a list of lists")
-        return list(prompts.cpu())
+        return list(_on_host(prompts))
     if isinstance(prompts, str | bytes):
         found = f"prompts are text, {prompts[:40]!r}"
         raise DtypeError(f"{found}; allowed: a list of prompts, each a list of {_TOKENS}{_TEXT}")
@@ -78,11 +78,11 @@ def prompt_ids(prompts: Any) -> list[Tensor]:
         raise DtypeError(f"prompts are a {type(prompts).__name__}; allowed: a list of lists of {_TOKENS}")
     if lists and all(map(is_whole, lists)):
         raise ShapeError("prompts are one list of token ids; allowed: a list of such lists, [ids] for one prompt")
-    return [ids_of(tokens, i).cpu() for i, tokens in enumerate(lists)]
+    return [ids_of(tokens, i) for i, tokens in enumerate(lists)]
 
 
 def ids_of(tokens: Any, index: int | None) -> Tensor:
-    """Token ids ``[T]`` of one prompt, or of a decode step if ``index`` is None.
+    """Token ids ``[T]`` of one prompt, or of a decode step if ``index`` is None, on the host.
 
     Raises:
         DtypeError: text, or no list of numbers.
@@ -100,7 +100,13 @@ def ids_of(tokens: Any, index: int | None) -> Tensor:
         raise DtypeError(f"{what} no list of integers ({error}); allowed: {_TOKENS}") from None
     if ids.dim() != 1:
         raise ShapeError(f"{what} of shape {list(ids.shape)}; allowed: [T]")
-    return ids if ids.numel() else ids.long()
+    return _on_host(ids) if ids.numel() else ids.long()
+
+
+def _on_host(ids: Tensor) -> Tensor:
+    if ids.is_meta or ids.layout is not torch.strided:
+        raise DtypeError(f"token ids are a {ids.layout} tensor on {ids.device}; allowed: a dense one with values")
+    return ids.cpu()
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:
@@ -112,6 +118,7 @@ def check_ids(ids: Tensor, vocabulary: int) -> None:
     """
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise DtypeError(f"token ids are {str(ids.dtype).removeprefix('torch.')}; allowed: integers")
+    ids = ids.long()  # torch compares no other unsigned integers than bytes; those from 2**63 on become negative
     low, high = (int(v) for v in ids.aminmax()) if ids.numel() else (0, 0)
     if low < 0 or high >= vocabulary:
         raise ConfigError(f"token id {low if low < 0 else high}; allowed: 0 to {vocabulary - 1}")

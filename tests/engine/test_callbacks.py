@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from qcut.engine.engine import Engine
 from qcut.engine.request import Request
 from qcut.engine.scheduler import Scheduler
 from qcut.engine.sequence import Event
-from qcut.errors import BusyError, ConfigError
+from qcut.errors import BusyError, ConfigError, RequestError
 from tests.support.decoders import small
 
 SOON = 60
@@ -201,6 +202,64 @@ def test_steps_inside_steps_are_refused(engine: Engine, another_thread: Callable
     while scheduler.step():
         pass
     assert (inner.reason, len(refused), other.result()) == ("length", 6, want)
+
+
+def test_a_step_next_to_a_running_thread(engine: Engine, another_thread: Callable[..., Any]) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def listener(event: Event) -> None:
+        entered.set()
+        assert leave.wait(SOON)
+
+    want = engine.generate([[1, 2, 3]], 6)[0]
+    with Scheduler(engine) as scheduler:
+        request = scheduler.submit([1, 2, 3], 6, listener=listener)
+        assert entered.wait(SOON)
+        with pytest.raises(ConfigError, match="the scheduler is in a step already"):
+            scheduler.step()
+        leave.set()
+        assert another_thread(request.result) == want
+        assert another_thread(scheduler.submit([1, 2, 3], 6).result) == want
+
+
+def test_a_thread_begins_in_a_listener(engine: Engine, another_thread: Callable[..., Any]) -> None:
+    want, scheduler = engine.generate([[1, 2, 3]], 6)[0], Scheduler(engine)
+
+    def listener(event: Event) -> None:
+        scheduler.run()
+        threading.Event().wait(0.05)  # until the thread would step
+
+    request = scheduler.submit([1, 2, 3], 6, listener=listener)
+    while scheduler.load.running or scheduler.load.waiting:
+        try:
+            scheduler.step()
+        except ConfigError:
+            break  # the thread does it
+    assert another_thread(request.result) == want
+    scheduler.close()
+    assert scheduler.error is None
+
+
+def test_requests_of_a_dropped_scheduler_fail(engine: Engine, another_thread: Callable[..., Any]) -> None:
+    scheduler = Scheduler(engine)
+    running = scheduler.submit([1, 2, 3], 20)
+    while not running.tokens:
+        scheduler.step()
+    waiting = scheduler.submit([1, 2, 3], 20)
+    del scheduler
+    gc.collect()
+    for request in (running, waiting):
+        with pytest.raises(RequestError, match="the scheduler is gone; allowed: to keep it until"):
+            another_thread(request.result)
+
+
+def test_arguments_that_are_no_functions_or_lists(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="on_token is 5; allowed: a function of an index and a token, or None"):
+        engine.generate([[1]], 2, on_token=5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"lengths is 3; allowed: a list of numbers, \[3\] for one"):
+        engine.warm_up(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="batch is 0; allowed: 1 and more"):
+        engine.with_batch(0)
 
 
 def test_listeners_submit(engine: Engine, another_thread: Callable[..., Any]) -> None:
