@@ -19,6 +19,7 @@ WITHIN_COST = ("codebook2", "codebook3", "codebook4", "codebook4+4", "w8a16")
 
 _LOSS = 0.003
 _MOST_BITS = 1e6
+"""More bits per weight limit nothing."""
 
 
 @dataclass(frozen=True)
