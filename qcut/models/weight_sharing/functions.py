@@ -1,8 +1,9 @@
 """The functions that a forward call of a model may come to, found by reading code, not by running it.
 
-Beginning with the ``forward`` of every class in the model, with functions that single modules hold and with hooks, the
-names that a function mentions are followed: to methods of the model's classes, and to functions that the name stands
-for in its module. Of torch's own functions only the methods of its modules are followed.
+Beginning with the ``forward`` of every class in the model, with methods that operators and statements call without a
+name, with functions that single modules hold and with hooks, the names that a function mentions are followed: to
+methods of the model's classes, and to functions that the name stands for in its module, in another module of the
+model's author, in a class or in a container. Of torch's own functions only the methods of its modules are followed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from pathlib import Path
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +28,16 @@ _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "diffusers")
 _KNOWN = (*_LIBRARIES, "builtins", "collections", "functools", "types")
 """Packages with objects that hold no code of a model's author."""
 _LEAVES = (str, bytes, int, float, Tensor, type, FunctionType, ModuleType)
+_NOT_CALLED = frozenset(
+    {
+        *("__init__", "__repr__", "__str__", "__dir__", "__del__", "__copy__", "__deepcopy__", "__sizeof__"),
+        *("__init_subclass__", "__class_getitem__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+    }
+)
+"""Methods with names of Python's own that a forward call of a module does not come to by itself."""
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_DYNAMIC = frozenset({"getattr", "methodcaller", "attrgetter", "__getattribute__"})
+"""Functions that take an attribute by a string."""
 WALKS = ("children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "__dict__", "vars")
 """Names by which code comes to modules without their names."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -60,6 +72,7 @@ def reached(model: nn.Module) -> Iterator[tuple[nn.Module, list[FunctionType]]]:
     all_hooks = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
     process_hooks = [f for hooks in all_hooks for hook in hooks.values() for f in _functions_of(hook)]
     todo = [*methods.get("forward", ()), *methods.get("__call__", ()), *process_hooks]
+    todo += [f for name in methods if _is_implicit(name) for f in methods[name] if not is_library_code(f)]
     todo += [function for functions in own.values() for function in functions]
     calls: dict[FunctionType, list[FunctionType]] = {}
     names: set[str] = set()
@@ -72,6 +85,10 @@ def reached(model: nn.Module) -> Iterator[tuple[nn.Module, list[FunctionType]]]:
         for name in names_of(function) - names:
             names.add(name)
             todo += methods.get(name, ())
+        if _is_authors(home_of(function)):  # which may take getattr(self, f"run_{kind}")
+            strings = names_of(function) - names_in(function.__code__)
+            beginnings = tuple(text for text in strings if text[1:].endswith("_"))
+            todo += [one for name in methods if name.startswith(beginnings) for one in methods[name]]
     by_class = {cls: _closure([f for _, f in methods_of(cls) if f in calls], calls) for cls in classes}
     for module in modules:
         helped = [f for one in _own_objects(module) for _, f in methods_of(one.__class__) if f in calls]
@@ -164,22 +181,39 @@ def methods_of(cls: Any) -> tuple[tuple[str, FunctionType], ...]:
 
 def functions_in(value: Any, depth: int = 3) -> Iterator[FunctionType]:
     """The functions behind a class's attribute: those that decorators wrap, a property's, or a method's."""
-    if isinstance(value, (property, functools.cached_property)):
-        value = value.fget if isinstance(value, property) else value.func
+    if isinstance(value, (functools.cached_property, functools.partialmethod)):
+        value = value.func
     value = getattr(value, "__func__", value)
-    if isinstance(value, FunctionType):
+    inner: list[Any] = []
+    if isinstance(value, property):
+        inner = [value.fget, value.fset]
+    elif isinstance(value, FunctionType):
         yield value
         inner = [getattr(value, "__wrapped__", None), *enclosed(value).values()]
-        for function in inner if depth else ():
-            if isinstance(function, FunctionType):
-                yield from functions_in(function, depth - 1)
+    elif callable(value) and not isinstance(value, (type, nn.Module, Tensor)):
+        inner = [getattr(value, "__wrapped__", None)]  # of functools.cache
+    for function in inner if depth else ():
+        if isinstance(function, FunctionType):
+            yield from functions_in(function, depth - 1)
+
+
+def _is_implicit(name: str) -> bool:
+    """Whether operators, statements or torch call a method without its name."""
+    return name == "forward" or (name[:2] == "__" == name[-2:] and name not in _NOT_CALLED)
+
+
+def _is_own_object(value: Any) -> bool:
+    """Whether a value is a plain object of a model's author, or a namespace."""
+    if isinstance(value, (nn.Module, Tensor, type, ModuleType)) or not hasattr(value, "__dict__"):
+        return False
+    return _is_authors(type(value).__module__) or type(value) is SimpleNamespace
 
 
 @cache
 def names_of(function: FunctionType) -> frozenset[str]:
-    """Names of attributes and globals that a function mentions; with ``getattr``, its strings too."""
+    """Names of attributes and globals that a function mentions; with ``getattr`` and the like, its strings too."""
     names = names_in(function.__code__)
-    return frozenset(names | strings_of(function) if "getattr" in names else names)
+    return frozenset(names if names.isdisjoint(_DYNAMIC) else names | strings_of(function))
 
 
 def names_in(code: CodeType) -> set[str]:
@@ -218,10 +252,36 @@ def enclosed(function: FunctionType) -> dict[str, Any]:
 
 @cache
 def called_by(function: FunctionType) -> tuple[FunctionType, ...]:
-    """The functions that names of a function stand for in its module, and those that the function encloses."""
+    """The functions that names of a function stand for in its module, and those that the function encloses.
+
+    In code of a model's author also its defaults, and what the names stand for in other modules, classes and data.
+    """
     names = sorted(names_in(function.__code__))
     values = [*(function.__globals__.get(name) for name in names), *enclosed(function).values()]
-    return tuple(dict.fromkeys(one for value in values for one in _followed(value)))
+    if not _is_authors(home_of(function)):
+        return tuple(dict.fromkeys(one for value in values for one in _followed(value)))
+    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    package = function.__globals__.get("__package__")
+    values += [sys.modules.get(place) for name in names for place in (name, f"{package}.{name}")]  # imported inside
+    modules: dict[str, None] = {}
+    for value in values:  # which grows
+        if isinstance(value, ModuleType) and value.__name__ not in modules and _is_authors(value.__name__):
+            modules[value.__name__] = None
+            values += [vars(value).get(name) for name in names]
+    found = [
+        one for value in values for one in (*_followed(value), *_functions_held(value), *_methods_run(value, names))
+    ]
+    return tuple(dict.fromkeys(one for one in found if home_of(one).partition(".")[0] != "torch"))
+
+
+@cache
+def _is_authors(module: str) -> bool:
+    """Whether a module, by its name, is the code of a model's author: neither Python's nor of an installed package."""
+    package = module.partition(".")[0]
+    found: Any = sys.modules.get(package)
+    places = [getattr(found, "__file__", None) or "", *getattr(found, "__path__", ())]
+    installed = any(part in _INSTALLED for place in places for part in Path(place).parts)
+    return not installed and package not in (*_KNOWN, *sys.stdlib_module_names, "qcut")
 
 
 def _followed(value: Any) -> Iterator[FunctionType]:
@@ -233,6 +293,20 @@ def _followed(value: Any) -> Iterator[FunctionType]:
             yield function
 
 
+def _methods_run(value: Any, names: Iterable[str]) -> Iterator[FunctionType]:
+    """The methods of an author's class, or object, that code with these names may run, and what those run of it."""
+    cls: Any = value if isinstance(value, type) else type(value) if _is_own_object(value) else object
+    known, left, before = set(names), dict.fromkeys(methods_of(cls) if _is_authors(cls.__module__) else ()), -1
+    while len(left) != before:
+        before = len(left)
+        for name, function in list(left):
+            implicit = not issubclass(cls, nn.Module) and (name == "__init__" or _is_implicit(name))
+            if implicit or name in known:
+                del left[name, function]
+                known |= names_of(function)
+                yield function
+
+
 def _functions_of(value: Any) -> Iterator[FunctionType]:
     """The functions that a call of an object runs."""
     if isinstance(value, functools.partial):
@@ -240,17 +314,40 @@ def _functions_of(value: Any) -> Iterator[FunctionType]:
     elif isinstance(value, (FunctionType, MethodType)):
         yield from functions_in(value)
     elif callable(value) and not isinstance(value, (type, nn.Module, Tensor)):
+        yield from functions_in(value)
         yield from functions_in(vars(type(value)).get("__call__"))
 
 
+def _functions_held(value: Any, depth: int = 3) -> Iterator[FunctionType]:
+    """The functions in a value: those that a call runs, and those in containers and objects of a model's author."""
+    inner: list[Any] = []
+    if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        inner = [*(value.values() if isinstance(value, dict) else value)]
+    elif _is_own_object(value):
+        inner = [*vars(value).values()]
+        for cls in type(value).__mro__:
+            yield from (f for name, f in vars(cls).items() if isinstance(f, FunctionType) and _is_implicit(name))
+    else:
+        yield from _functions_of(value)
+    for one in inner if depth else ():
+        yield from _functions_held(one, depth - 1)
+
+
 def _own_functions(module: nn.Module) -> Iterator[FunctionType]:
-    """Functions that a module itself holds, among them a ``forward`` of its own, and its hooks."""
-    for one in _held(module):
-        if isinstance(one, (FunctionType, MethodType, functools.partial)):
-            yield from (f for f in _functions_of(one) if not home_of(f).startswith("torch."))
+    """Functions that a module holds, or its class in data, among them a ``forward`` of its own, and its hooks."""
+    cls: Any = type(module)
+    for one in (*vars(module).values(), *_class_data(cls)):
+        yield from (f for f in _functions_held(one) if not home_of(f).startswith("torch."))
     for hooks in _HOOKS:
         for hook in vars(module).get(hooks, {}).values():
-            yield from _functions_of(hook)
+            yield from _functions_held(hook)
+
+
+@cache
+def _class_data(cls: Any) -> tuple[Any, ...]:
+    """What the classes of a model's author have besides methods."""
+    owners = [each for each in cls.__mro__ if _is_authors(each.__module__)]
+    return tuple(value for each in owners for value in vars(each).values() if not isinstance(value, FunctionType))
 
 
 def _own_objects(module: nn.Module) -> Iterator[Any]:

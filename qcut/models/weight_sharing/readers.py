@@ -18,10 +18,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qcut.models.classes import codes_in
 from qcut.models.modules import Quantized, kept_attributes
 from qcut.models.weight_sharing.functions import (
+    called_by,
     enclosed,
-    functions_in,
     is_library_code,
     methods_of,
     names_of,
@@ -68,8 +69,9 @@ def _read_by(module: nn.Module, function: FunctionType) -> Iterator[nn.Module]:
     ]
     for name, position, path in code.passed:
         target = _follow(module, path)
-        for callee in functions_in(function.__globals__.get(name)) if isinstance(target, nn.Module) else ():
-            read += [(target, tensor) for at, tensor in code_of(callee.__code__).parameters if at == position]
+        for callee in called_by(function) if isinstance(target, nn.Module) else ():
+            if callee.__name__ == name:
+                read += [(target, tensor) for at, tensor in code_of(callee.__code__).parameters if at == position]
     yield from (part for part, tensor in read if part._parameters.get(tensor) is not None)
 
 
@@ -257,6 +259,8 @@ def _dispatched(function: FunctionType) -> list[Any]:
 def _global(function: FunctionType, name: str) -> Any:
     if name in function.__code__.co_freevars:
         return enclosed(function).get(name, _UNKNOWN)
+    if any(name in code.co_varnames for code in codes_in(function.__code__)):
+        return _UNKNOWN
     return function.__globals__.get(name, getattr(builtins, name, _UNKNOWN))
 
 

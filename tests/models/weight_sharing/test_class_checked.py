@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qcut import Linear, quantize
 from qcut.models.modules import Quantized, kept_attributes
 from qcut.models.selection import linear_layers
+from tests.models.weight_sharing import asking as imported_already  # noqa: F401
 
 
 class Base(nn.Module):
@@ -286,6 +287,113 @@ class Flagged(Base):
             if getattr(layer, "squared", False):
                 x = layer(x) ** 2
         return x
+
+
+def asks(layer: nn.Module) -> int:
+    return 2 if isinstance(layer, nn.Linear) else 1
+
+
+class Operator(Base):
+    def __matmul__(self, x: Tensor) -> Tensor:
+        return self.b(x) * asks(self.a)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self @ x
+
+
+class Unknown(Base):
+    def __getattr__(self, name: str) -> Any:
+        return asks(self.a) if name == "gain" else super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * self.gain
+
+
+class Runner:
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.layer(x) * asks(self.layer)
+
+    def __get__(self, owner: Base, cls: type) -> int:
+        return asks(owner.a)
+
+
+class Inside(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return Runner(self.a).run(x)
+
+
+class Descriptor(Base):
+    gain = Runner(nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * self.gain
+
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        return x * asks(layer)
+
+
+class Applies(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return Function.apply(self.b(x), self.a)  # type: ignore[no-any-return]
+
+
+class Table(Base):
+    ways: ClassVar[dict[str, Any]] = {"a": [lambda layer: isinstance(layer, nn.Linear)]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + self.ways["a"][0](self.a)
+
+
+class Default(Base):
+    def forward(self, x: Tensor, gain: Callable[[nn.Module], int] = asks) -> Tensor:
+        return self.b(x) * gain(self.a)
+
+
+once = functools.lru_cache(asks)
+
+
+class Cached(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * once(self.a)
+
+
+class Visits(Base):
+    def run_plain(self) -> int:
+        return asks(self.a)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * getattr(self, f"run_{'plain'}")()
+
+
+class Imports(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        from tests.models.weight_sharing import asking
+
+        return self.b(x) + asking.is_plain_layer(self.a)
+
+
+classes = {nn.Module: 1}
+
+
+class Shadows(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for classes in (nn.Linear, nn.Conv1d):
+            x = x * 2 if isinstance(self.a, classes) else x
+        return self.b(x)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [Operator, Unknown, Inside, Descriptor, Applies, Table, Default, Cached, Visits, Imports, Shadows],
+)
+def test_code_called_in_other_ways_is_read(cls: Callable[[], nn.Module]) -> None:
+    assert "checks its class" in linear_layers(cls())[1].get("a", "")
 
 
 def test_attributes_that_layers_were_given_stay() -> None:
