@@ -12,7 +12,7 @@ from torch import nn
 
 from qcut.engine.decoder import AddNorm, Block, Decoder, Heads, Rotary
 from qcut.engine.families.rotary import context_of, rotary_of
-from qcut.errors import DtypeError
+from qcut.errors import DtypeError, UnsupportedError
 from qcut.layers.experts.experts import Experts
 from qcut.models.modules import SERVED_DTYPES, Quantized, dtype_name, is_linear, looks_linear, model_device
 
@@ -25,10 +25,15 @@ def window_of(attention: Any) -> int:
 
     Args:
         attention: transformers' module. Its own window counts, then that of its configuration.
+
+    Raises:
+        UnsupportedError: a window without positions.
     """
     window = getattr(attention, "sliding_window", None)
     if window is None and attention.config.model_type in _BY_CONFIGURATION:
         window = attention.config.sliding_window
+    if window is not None and window < 1:
+        raise UnsupportedError(f"sliding_window is {window!r}; allowed: None, or 1 and more")
     return 0 if window is None else int(window)
 
 

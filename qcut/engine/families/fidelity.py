@@ -31,14 +31,14 @@ from qcut.layers.experts.opening import PROJECTIONS
 from qcut.layers.linear import Linear
 from qcut.models.classes import codes_in, replaced_function
 from qcut.models.fusion import FusedActivation
-from qcut.models.modules import is_linear, weight_nk
+from qcut.models.modules import is_linear, tensor_key, weight_holders, weight_nk
 
 _ALWAYS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattribute__", "__getattr__")
 """Methods that call a module and find its parts."""
 _LISTS = ("__iter__", "__getitem__", "__len__")
 _GENERATION = ("generate", "prepare_inputs_for_generation", "_get_logits_processor", "_sample")
-_READ_BY_FUNCTIONS = frozenset({"is_causal", "num_key_value_groups", "sliding_window"})
-"""Attributes of a module that functions of attention read."""
+_READ_BY_FUNCTIONS = frozenset({"is_causal", "num_key_value_groups", "sliding_window", "layer_type"})
+"""Attributes of a module that functions of attention, or the model around it, read."""
 _READ_BY_ENGINE = frozenset(
     {"scaling", "eps", "variance_epsilon", "attn_logit_softcapping", "rope_type", "use_rope", "use_parallel_residual"}
     | {"top_k", "norm_topk_prob", "norm_min"}
@@ -99,6 +99,11 @@ def check_model(model: nn.Module) -> None:
     on_meta = next((key for key, p in model.named_parameters() if p.is_meta), None)
     if on_meta is not None:
         raise UnsupportedError(f"{on_meta} is on the meta device; allowed: a model whose weights are loaded")
+    held = weight_holders(model)
+    for key, table in model.named_modules():
+        if isinstance(table, nn.Embedding) and table.max_norm is not None and len(held[tensor_key(table.weight)]) > 1:
+            what = f"{key} has max_norm, by which a lookup, one of padding too, changes a weight that is tied"
+            raise UnsupportedError(f"{what}; allowed: max_norm None, or model.generate")
     reference, known = _reference(expected, config), set[type]()
     _check(model, reference, type(model).__name__, known, _GENERATION)
     _check_parts(model, reference, "", config, known)
@@ -223,6 +228,8 @@ def _check(module: nn.Module, wanted: nn.Module, name: str, known: set[type], mo
         key for key, value in module._parameters.items() if value is not None and key not in wanted._parameters
     ]:
         raise UnsupportedError(f"{name} has a parameter {extra[0]!r} that a {_named(kind)} has not; allowed: none")
+    if "weight" in wanted._parameters and module._parameters.get("weight") is None:
+        raise UnsupportedError(f"{name} has no parameter 'weight'; allowed: with it, or model.generate")
     read = (_names(kind) | _READ_BY_FUNCTIONS) - _READ_BY_ENGINE - _WITHOUT_INFLUENCE
     for key, value in vars(wanted).items():
         is_read = key in read and not key.endswith("dropout")  # which evaluation leaves out

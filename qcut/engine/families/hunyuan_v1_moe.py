@@ -28,5 +28,5 @@ def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
 def _mlp_of(block: Any) -> Mixture:
     mixture, gate = block.mlp, block.mlp.gate
     routing = Routing("softmax", gate.top_k, renormalize=True)
-    router = Router(gate.wg, routing, by_layer=type(gate.wg) is not nn.Linear)
+    router = Router(gate.wg, routing, by_layer=type(gate.wg) is not nn.Linear or gate.wg.bias is not None)
     return Mixture(router, experts_of(mixture.experts, block), SharedExperts(gated_mlp(mixture.shared_mlp)))

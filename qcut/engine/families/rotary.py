@@ -51,7 +51,7 @@ def rotary_of(model: Any, module: Any, heads: Heads, layer_type: str | None = No
         layer_type: of the layers, if each type has frequencies of its own.
 
     Raises:
-        UnsupportedError: frequencies that the engine does not know.
+        UnsupportedError: frequencies that the engine does not know, or more of them than a head has pairs of columns.
     """
     kind, prefix = getattr(module, "rope_type", "default"), ""
     if layer_type is not None and isinstance(kind, dict):
@@ -60,6 +60,9 @@ def rotary_of(model: Any, module: Any, heads: Heads, layer_type: str | None = No
         allowed = ", ".join(_TYPES)
         raise UnsupportedError(f"{type(model).__name__}: rotary positions of type {kind!r}; allowed: {allowed}")
     rotated = 2 * getattr(module, f"{prefix}inv_freq").numel()
+    if rotated > heads.size:
+        name = type(model).__name__
+        raise UnsupportedError(f"{name}: positions rotate {rotated} columns of heads of {heads.size}; allowed: no more")
     rotary = partial(module, layer_type=layer_type) if prefix else module
     return (rotary if rotated == heads.size else PartialRotary(rotary, heads.size)), rotated
 

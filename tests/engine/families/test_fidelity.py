@@ -164,6 +164,27 @@ OTHERWISE: dict[str, tuple[str, Change, tuple[str, ...]]] = {
         lambda m: setattr(m.model.layers[1].self_attn, "q_proj", nn.Linear(48, 8)),
         (f"{LAYER}.self_attn.q_proj has 8 outputs",),
     ),
+    "window of no token": (
+        "mistral_window",
+        lambda m: setattr(m.config, "sliding_window", 0),
+        ("sliding_window is 0",),
+    ),
+    "kind of attention": (
+        "gemma3",
+        lambda m: setattr(m.model.layers[1].self_attn, "layer_type", "sliding_attention"),
+        ("layer_type 'sliding_attention'",),
+    ),
+    "norm without a weight": (
+        "gpt2",
+        lambda m: setattr(m.transformer.h[1], "ln_2", nn.LayerNorm(48, elementwise_affine=False)),
+        ("transformer.h.1.ln_2 has no parameter 'weight'",),
+    ),
+    "softcap of 0": ("gemma2", lambda m: setattr(m.config, "final_logit_softcapping", 0.0), ("softcap is 0.0",)),
+    "bounded rows of a tied embedding": (
+        "gpt2",
+        lambda m: setattr(m.transformer.wte, "max_norm", 0.5),
+        ("transformer.wte has max_norm",),
+    ),
     "no layers": ("llama", lambda m: setattr(m.model, "layers", nn.ModuleList()), ("model.layers is empty",)),
     "no weights": ("llama", lambda m: m.to("meta"), ("model.embed_tokens.weight is on the meta device",)),
     "only the body": ("llama", lambda m: setattr(m, "__class__", type(m.model)), ("is not the", "LlamaForCausalLM")),
@@ -219,6 +240,10 @@ def test_what_computes_otherwise_is_refused_by_name(what: str) -> None:
     model = small(kind)
     change(model)
     refused(model, *words)
+
+
+def test_heads_of_one_column_are_refused() -> None:
+    refused(small("llama", head_dim=1), "positions rotate 2 columns of heads of 1")
 
 
 def test_parts_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,6 +398,15 @@ SAME: dict[str, tuple[str, Change]] = {
     "softcap": ("gemma2", lambda m: setattr(m.config, "final_logit_softcapping", 2.0)),
     "window by configuration": ("starcoder2", lambda m: setattr(m.config, "sliding_window", 4)),
     "window of a model without": ("llama", lambda m: setattr(m.config, "sliding_window", 4)),
+    "softcap that Gemma ignores": ("gemma", lambda m: setattr(m.config, "final_logit_softcapping", 0.5)),
+    "softcap that Gemma 3 ignores": (
+        "gemma3",
+        lambda m: setattr(m.model.layers[1].self_attn, "attn_logit_softcapping", 0.5),
+    ),
+    "bias of a router": (
+        "hunyuan_v1_moe",
+        lambda m: setattr(m.model.layers[1].mlp.gate.wg, "bias", nn.Parameter(torch.randn(6))),
+    ),
     "eager experts": ("qwen2_moe", lambda m: m.set_experts_implementation("eager")),
     "activation of experts": (
         "qwen3_moe",
