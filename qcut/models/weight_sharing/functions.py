@@ -340,7 +340,7 @@ def _own_functions(module: nn.Module) -> Iterator[FunctionType]:
         yield from (f for f in _functions_held(one) if not home_of(f).startswith("torch."))
     for hooks in _HOOKS:
         for hook in vars(module).get(hooks, {}).values():
-            yield from _functions_held(hook)
+            yield from _functions_held(type(hook).forward if isinstance(hook, nn.Module) else hook)
 
 
 @cache

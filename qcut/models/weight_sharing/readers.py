@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from qcut.models.modules import Quantized, kept_attributes
 from qcut.models.weight_sharing.functions import (
     called_by,
     enclosed,
+    functions_in,
     is_library_code,
     methods_of,
     names_of,
@@ -34,6 +36,8 @@ from qcut.models.weight_sharing.syntax import ClassCheck, Conditions, Path, code
 _SHARED = frozenset({"weight", "bias", "in_features", "out_features"})
 """Attributes of float and quantized layers that not every module has."""
 _OF_ALL = frozenset(vars(nn.Module()))
+_INTERCEPTS = ("__torch_function__", "__torch_dispatch__")
+"""Methods that may compute in the place of torch's operators, by which a float layer computes and another does not."""
 _UNKNOWN: Any = object()
 
 
@@ -112,27 +116,45 @@ def class_checked(
         modules: linear layers in it, or others that a module of another class may replace.
         replacement: that class, or a base of the classes.
     """
-    candidates = {id(layer) for layer in modules}
+    everywhere = {id(layer): layer for layer in modules}
+    candidates = set(everywhere)
     found: dict[int, str] = {}
-    for module, functions in reached(model):
+    seen: set[FunctionType] = set()
+    for module, functions in reached(model) if candidates else ():
         below = [part for part in module.modules() if id(part) in candidates]
-        for function in functions if below else ():
+        for function in functions:
             method = _is_method(function, module)
             if method and id(module) in candidates:
                 continue  # a layer knows its own class
-            dispatched = _dispatched(function)
+            dispatched = _dispatched(function, module)
             checked = [layer for layer in below if _differs(layer, dispatched, replacement)]
             checked += _used_otherwise(module, function, below, replacement)
+            if function.__name__ in _INTERCEPTS and not is_library_code(function):
+                checked += below
             for check in code_of(function.__code__).checks:
                 if may_run(module, check.conditions):
-                    named = list(_checked(module, check, method))
+                    named, given = list(_checked(module, check, method)), (module, function)
                     for layer in named or below:
-                        given = (module, function)
                         if id(layer) in candidates and _matters(check, layer, given, bool(named), replacement):
                             checked.append(layer)
+                    if not named and function not in seen:
+                        checked += _checked_anywhere(check, given, everywhere, replacement)
+            seen.add(function)
             for layer in checked:
                 found.setdefault(id(layer), type(module).__name__ if method else function.__qualname__)
     return found
+
+
+def _checked_anywhere(
+    check: ClassCheck, given: tuple[nn.Module, FunctionType], layers: dict[int, nn.Module], replacement: Any
+) -> Iterator[nn.Module]:
+    """The layers of a model whose class a check of an object of unknown origin, in a model's own code, may ask for."""
+    module, function = given
+    if check.classes and not check.tensor and not check.attribute and not is_library_code(function):
+        classes = [cls for one in check.classes for cls in _values(one, module, function) if cls is not _UNKNOWN]
+        for layer in layers.values():
+            if _differs(layer, classes, replacement, check.exact):
+                yield layer
 
 
 def _is_method(function: FunctionType, module: nn.Module) -> bool:
@@ -142,7 +164,14 @@ def _is_method(function: FunctionType, module: nn.Module) -> bool:
 
 @cache
 def _methods(cls: Any) -> frozenset[FunctionType]:
-    return frozenset(function for _, function in methods_of(cls))
+    static = {
+        f
+        for each in cls.__mro__
+        for value in vars(each).values()
+        if isinstance(value, staticmethod)
+        for f in functions_in(value)
+    }
+    return frozenset(function for _, function in methods_of(cls)) - static
 
 
 def _checked(module: nn.Module, check: ClassCheck, method: bool) -> Iterator[nn.Module]:
@@ -250,10 +279,13 @@ def _values_named(function: FunctionType) -> list[Any]:
     return [*(_global(function, name) for name in names), *(getattr(nn, name, None) for name in names)]
 
 
-def _dispatched(function: FunctionType) -> list[Any]:
-    """Classes by which functions that this one calls choose what they do (``functools.singledispatch``)."""
-    called = (_global(function, name) for name in function.__code__.co_names)
-    return [cls for one in called if isinstance(one, FunctionType) for cls in getattr(one, "registry", ())]
+def _dispatched(function: FunctionType, module: nn.Module) -> list[Any]:
+    """Classes by which functions and methods that this one calls choose what they do (``functools.singledispatch``)."""
+    names = function.__code__.co_names
+    methods = (inspect.getattr_static(type(module), name, None) for name in names)
+    called: list[Any] = [one.dispatcher for one in methods if isinstance(one, functools.singledispatchmethod)]
+    called += [one for name in names if isinstance(one := _global(function, name), FunctionType)]
+    return [cls for one in called for cls in getattr(one, "registry", ())]
 
 
 def _global(function: FunctionType, name: str) -> Any:

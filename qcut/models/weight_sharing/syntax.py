@@ -26,8 +26,43 @@ SHOWS = ("vars", "dir", "repr", "str")
 """Functions that return all attributes of an object, or its class."""
 SHOWN = ("__dict__", "__module__", "__doc__", "extra_repr")
 """Attributes that contain the same."""
-LOOKS = ("isinstance", "hasattr", "type", "id", "len")
+LOOKS = ("isinstance", "hasattr", "type", "len")
 """Functions that take an object and read no values of a tensor."""
+ASKS = ("isinstance", "issubclass", "hasattr", "type", "__instancecheck__", "__subclasscheck__", "__func__", "__code__")
+"""Names of functions and attributes that show the class of an object."""
+LOGS = (
+    "print",
+    "log",
+    "debug",
+    "info",
+    "warn",
+    "warning",
+    "error",
+    "exception",
+    "critical",
+    "warning_once",
+    "info_once",
+)
+"""Functions with arguments that decide nothing."""
+OF_FIRST = frozenset(
+    {
+        *(
+            "dtype",
+            "device",
+            "layout",
+            "ndim",
+            "dim",
+            "itemsize",
+            "element_size",
+            "numel",
+            "requires_grad",
+            "get_device",
+        ),
+        *("is_cuda", "is_cpu", "is_meta", "is_xpu", "is_mps", "is_floating_point", "is_complex", "is_signed", "type"),
+        *("new", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "__class__", "data"),
+    }
+)
+"""Attributes of ``next(module.parameters())`` that a quantized layer's parameter has the same values of."""
 
 Path = tuple[str, ...]
 """Names of attributes from ``self`` on; the first is "" if what they start from is unknown."""
@@ -184,6 +219,11 @@ def _without_source(code: CodeType) -> Code:
     )
 
 
+def _name_of(node: ast.expr) -> str:
+    """The last name of an expression such as ``torch.compile``."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
 def _class_taken(node: ast.expr) -> ast.expr | None:
     """The object whose class, or class's name, an expression is; else None."""
     match node:
@@ -195,7 +235,7 @@ def _class_taken(node: ast.expr) -> ast.expr | None:
             return value
         case ast.Call(func=ast.Name(id="str" | "repr" | "len" | "hash"), args=[argument]):
             return _class_taken(argument)
-        case ast.Call(func=ast.Name(id="type"), args=[argument]):
+        case ast.Call(func=ast.Name(id="type") | ast.Attribute(attr="typename"), args=[argument]):
             return argument
     return None
 
@@ -213,12 +253,19 @@ class _Reader:
         """Nodes with a value that nobody reads."""
         self.noted: set[ast.AST] = set()
         """Nodes that take a class and are part of a check that is noted already."""
+        self.users: dict[ast.AST, ast.AST] = {}
+        """The node around each."""
+        self.named: dict[str, list[ast.AST]] = {}
+        """The nodes with each name."""
         for node in ast.walk(definition):
             self._note_alias(node)
+            self.users.update(dict.fromkeys(ast.iter_child_nodes(node), node))
+            if isinstance(node, ast.Name):
+                self.named.setdefault(node.id, []).append(node)
         messages: set[ast.AST] = set()  # the text of an error decides nothing
         for statement in statements_of(definition):
             for node, conditions, _ in places_in(statement):
-                if isinstance(node, (ast.Raise, ast.JoinedStr)):
+                if isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _name_of(node.func) in LOGS):
                     messages.update(ast.walk(node))
                 elif node not in messages:
                     self._visit(node, conditions)
@@ -238,10 +285,15 @@ class _Reader:
                         others = tuple(other for other in sides if other is not side)
                         self._note_check(conditions, taken, others, exact=True)
                         self.noted.add(side)
-                if only_identity(node):
+                if only_identity(node) and any(isinstance(side, ast.Constant) for side in sides):
                     self.quiet.update(sides)
             case ast.Call():
                 self._visit_call(node, conditions)
+            case ast.FormattedValue(value=shown) | ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod(), right=shown):
+                for one in shown.elts if isinstance(shown, ast.Tuple) else [shown]:
+                    self._note_check(conditions, one, None, "*")
+            case ast.Name(id=name) if name in ASKS and node not in self.noted:
+                self._note_check(conditions, ast.Constant(None), None)
 
     def _visit_attribute(self, node: ast.Attribute, conditions: Conditions) -> None:
         if isinstance(node.ctx, ast.Load):
@@ -250,6 +302,8 @@ class _Reader:
         if taken is not None and node not in self.noted:
             self.noted.add(node.value)
             self._note_check(conditions, taken, None)
+        if node.attr in ASKS:
+            self._note_check(conditions, ast.Constant(None), None)
         if node.attr in SHOWN:
             self._note_check(conditions, node.value, None, "*")
         if node.attr in DESCRIPTIONS:
@@ -261,6 +315,10 @@ class _Reader:
 
     def _visit_call(self, node: ast.Call, conditions: Conditions) -> None:
         called = node.func.id if isinstance(node.func, ast.Name) else ""
+        self.noted.add(node.func)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+            for one in (*node.args, *(keyword.value for keyword in node.keywords)):
+                self._note_check(conditions, one, None, "*")
         if called in ("isinstance", "issubclass") and len(node.args) == 2:
             taken = _class_taken(node.args[0]) if called == "issubclass" else node.args[0]
             if taken is not None:
@@ -274,20 +332,39 @@ class _Reader:
             self._note_check(conditions, node.args[0], None, name)
         elif called in SHOWS and len(node.args) == 1:
             self._note_check(conditions, node.args[0], None, "*")
-        if called == "next" and node.args:
+        if called == "next" and node.args and not self._is_read(node):
             # The first parameter is read for its dtype or device.
             self.quiet.update(part for part in ast.walk(node.args[0]) if isinstance(part, ast.Attribute))
         if called in LOOKS:
-            self.quiet.update(node.args)
+            self.quiet.update(one for one in node.args if _name_of(one) not in ALL_VALUES)
         elif called == "getattr" and len(node.args) > 1:
             key = node.args[1]
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
                 self._note_attribute(conditions, node.args[0], key.value)
                 if key.value in VALUES and node not in self.quiet:
                     self._note_read(conditions, node.args[0], key.value)
-        elif called:
+        elif name := _name_of(node.func):
             for i, argument in enumerate(node.args):
-                self.code.passed |= {(called, i, path) for path, _ in self._paths(argument)}
+                self.code.passed |= {(name, i, path) for path, _ in self._paths(argument)}
+
+    def _is_read(self, node: ast.AST) -> bool:
+        """Whether an operator, ``len`` or an attribute of others than `OF_FIRST` reads a value."""
+        user = self.users[node]
+        places = [node]
+        if isinstance(user, (ast.Assign, ast.NamedExpr)):
+            targets = user.targets if isinstance(user, ast.Assign) else [user.target]
+            places += [user, *(place for target in targets for place in self.named.get(_name_of(target), []))]
+        for place in places:
+            match self.users[place]:
+                case ast.Attribute(attr=name) if name not in OF_FIRST:
+                    return True
+                case ast.BinOp() | ast.UnaryOp() | ast.Subscript() | ast.Call(func=ast.Name(id="len")):
+                    return True
+                case ast.Compare() as comparison if not only_identity(comparison):
+                    return True
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="torch" | "F"), attr=name)) if name[:3] != "is_":
+                    return True
+        return False
 
     def _note_check(
         self,

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from qcut import Linear, quantize
 from qcut.models.modules import Quantized, kept_attributes
@@ -388,9 +389,93 @@ class Shadows(Base):
         return self.b(x)
 
 
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is nn.functional.linear else result
+
+
+class Intercepts(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with Mode():
+            return self.a(x)
+
+
+class Alias(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        check = isinstance
+        return self.b(x) + check(self.a, nn.Linear)
+
+
+class Maps(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * list(map(type, self.children())).count(nn.Linear)
+
+
+class Formats(Base):
+    def run_Linear(self, x: Tensor) -> Tensor:
+        return self.a(x) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, f"run_{type(self.a).__name__}")(x)  # type: ignore[no-any-return]
+
+
+class Static(Base):
+    @staticmethod
+    def probe(layer: nn.Module) -> bool:
+        return isinstance(layer, nn.Linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + type(self).probe(self.a)
+
+
+class Gate(nn.Module):
+    def forward(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x) * (2 if isinstance(layer, nn.Linear) else 1)
+
+
+class Passed(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(self.a, x)  # type: ignore[no-any-return]
+
+
+class Single(Base):
+    @functools.singledispatchmethod
+    def gain(self, layer: Any) -> int:
+        return 1
+
+    @gain.register
+    def _(self, layer: nn.Linear) -> int:
+        return 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * self.gain(self.a)
+
+
+class HookModule(nn.Module):
+    def forward(self, module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        return y * (2 if isinstance(module, nn.Linear) else 1)
+
+
+class HookedByModule(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.register_forward_hook(HookModule())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+
+MORE = [Intercepts, Alias, Maps, Formats, Static, Passed, Single, HookedByModule]
+
+
 @pytest.mark.parametrize(
     "cls",
-    [Operator, Unknown, Inside, Descriptor, Applies, Table, Default, Cached, Visits, Imports, Shadows],
+    [*MORE, Operator, Unknown, Inside, Descriptor, Applies, Table, Default, Cached, Visits, Imports, Shadows],
 )
 def test_code_called_in_other_ways_is_read(cls: Callable[[], nn.Module]) -> None:
     assert "checks its class" in linear_layers(cls())[1].get("a", "")
@@ -417,6 +502,27 @@ def test_attributes_that_quantized_layers_have_are_refused() -> None:
 
 def test_hooks_that_ask_keep_their_layer() -> None:
     assert "checks its class" in linear_layers(Hooked())[1]["a"]
+
+
+class First(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        first = next(self.a.parameters())
+        return self.b(x.to(first.device, first.dtype)) * first.shape[0]
+
+
+class Counts(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * len(self.a._parameters)
+
+
+class Same(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * (2 if self.a.weight is self.a.weight else 1)
+
+
+@pytest.mark.parametrize("cls", [First, Counts, Same])
+def test_values_of_parameters_are_read(cls: Callable[[], nn.Module]) -> None:
+    assert "reads its weight itself" in linear_layers(cls())[1].get("a", "")
 
 
 def test_parameters_taken_as_a_whole_are_read() -> None:
