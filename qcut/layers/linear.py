@@ -505,9 +505,14 @@ class Linear(QuantizedLayer):
         with self._without_parameter():
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        if f"{prefix}weight" in state_dict:  # which strict=False would leave out without a word
+            raise UnsupportedError(
+                f"{layer_prefix(self.name)}its weight is quantized, and a float one is loaded ({prefix}weight); load "
+                "it into the float model, and quantize that"
+            )
         with self._without_parameter():
-            super()._load_from_state_dict(*args, **kwargs)
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._settle(self.weight_dtype)
 
     @contextmanager

@@ -178,3 +178,12 @@ def test_models_of_any_kind_keep_their_state_dict() -> None:
     other = copy.deepcopy(model)
     other.load_state_dict(model.state_dict())
     assert torch.equal(other(ids), model(ids))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_float_weights_are_not_loaded(strict: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    qcut.quantize(model, "w8a8", progress=False)
+    with pytest.raises(UnsupportedError, match=r"layer '0': its weight is quantized, and a float one is loaded"):
+        model.load_state_dict(state, strict=strict)
