@@ -197,6 +197,33 @@ def _activation_parent(name: str, model: nn.Module, layers: Mapping[str, Any], p
     return parent
 
 
+def share_modules(model: nn.Module, shared: Mapping[str, str], path: Path) -> None:
+    """Let modules be in several places of a model, as they were in the one that was saved.
+
+    Args:
+        model: what the checkpoint describes, in float.
+        shared: by the name of a place, the name of the module's first one.
+        path: the file that states it, for messages.
+
+    Raises:
+        CheckpointError: the model has no such places, or modules of other classes in them (both are named).
+    """
+    for name, owner in shared.items():
+        try:
+            places = [model.get_submodule(place) for place in (name, owner)]
+        except AttributeError as exc:
+            raise CheckpointError(f"{path}: shared module {name!r}, {owner!r}: {exc}") from exc
+        old, new = places
+        if old is not new:
+            classes, wanted = ([(key, type(part)) for key, part in one.named_modules()] for one in places)
+            if classes != wanted:  # as many parts, so that no module can get into itself
+                raise CheckpointError(
+                    f"{path}: {name!r} and {owner!r} were one module, and are modules of different parts in the model"
+                )
+            parent, _, key = name.rpartition(".")
+            model.get_submodule(parent)._modules[key] = new
+
+
 def expected_tensors(model: nn.Module, replacements: dict[str, nn.Module]) -> tuple[dict[str, Tensor], set[str]]:
     """Every tensor the model will have, by every name, and which of them belong to quantized layers."""
     replaced = {name: model.get_submodule(name) for name in replacements}

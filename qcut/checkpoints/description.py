@@ -174,6 +174,53 @@ def stored_tensors(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, s
     return tensors, tied
 
 
+def shared_modules(model: nn.Module) -> dict[str, str]:
+    """Modules with tensors that are in a model more than once: each other name of theirs, and the first."""
+    first: dict[int, str] = {}
+    shared: dict[str, str] = {}
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name.startswith(inside) and inside:
+            continue
+        owner = first.setdefault(id(module), name)
+        if owner != name and any(True for _ in (*module.parameters(), *module.buffers())):
+            shared[name] = owner
+            inside += (f"{name}.",)
+    return shared
+
+
+def refuse_own_ties(model: Any, tied: Mapping[str, str]) -> None:
+    """Refuse modules and float tensors that a model of transformers shares, and its class does not.
+
+    transformers makes a new model of the class, and fills what is stored; of quantized layers, qcut knows the ties.
+
+    Args:
+        model: with quantized layers.
+        tied: tensors that are stored under another name.
+
+    Raises:
+        CheckpointError: there is one (both names are in the message).
+    """
+    if not type(model).__module__.startswith("transformers.models."):
+        return
+    layers, known = quantized_layers(model, remove_duplicate=False), getattr(model, "all_tied_weights_keys", {})
+    passing = passing_buffers(model)
+    tensors = {name: owner for name, owner in tied.items() if name.rpartition(".")[0] not in layers}
+    pairs = shared_modules(model) | {n: o for n, o in tensors.items() if n not in passing and known.get(n) != o}
+    if not pairs:
+        return
+    with torch.device("meta"):
+        plain: nn.Module = type(model)(model.config)
+    parts = (plain.named_modules, plain.named_parameters, plain.named_buffers)
+    held = {name: id(part) for named in parts for name, part in named(remove_duplicate=False)}
+    for name, owner in pairs.items():
+        if held.get(name) != held.get(owner):
+            raise CheckpointError(
+                f"{name!r} and {owner!r} are one in this model, and two in any other {type(model).__name__}, as which "
+                "transformers would load it; allowed: qcut.save, or a copy in each place"
+            )
+
+
 def refuse_conv1d(model: nn.Module, names: Iterable[str], allowed: str) -> None:
     """Refuse quantized layers (named) in place of transformers' ``Conv1D``, with what a format holds."""
     if not type(model).__module__.startswith("transformers.models."):

@@ -33,6 +33,65 @@ def test_stacks_are_saved_and_loaded(family: str, tmp_path: Path) -> None:
     assert same(load(tmp_path, model=lambda: mixture(family)), model)
 
 
+SHARED = ("mlp.experts", "mlp.gate", "mlp", "input_layernorm", "self_attn.q_proj", "self_attn", "")
+
+
+def sharing(part: str) -> Any:
+    """A mixture with a module of its first layer in its second one too."""
+    model = mixture()
+    first, second = (f"model.layers.{i}.{part}".rstrip(".") for i in (0, 1))
+    outer, _, key = second.rpartition(".")
+    setattr(model.get_submodule(outer), key, model.get_submodule(first))
+    return model, first, second
+
+
+@pytest.mark.parametrize("part", SHARED)
+def test_shared_modules_are_shared_again(part: str, tmp_path: Path) -> None:
+    model, first, second = sharing(part)
+    qcut.quantize(model, "w8a8", progress=False)
+    qcut.save(model, tmp_path)
+    for build in (None, mixture, lambda: sharing(part)[0]):
+        again = load(tmp_path, model=build)
+        assert again.get_submodule(second) is again.get_submodule(first)
+        assert same(again, model)
+
+
+@pytest.mark.parametrize("part", SHARED)
+def test_transformers_saves_no_shared_module(part: str, tmp_path: Path) -> None:
+    model, first, second = sharing(part)
+    qcut.quantize(model, "w8a8", progress=False)
+    with pytest.raises(CheckpointError, match=f"'{second}' and '{first}' are one"):
+        model.save_pretrained(tmp_path)
+
+
+def test_transformers_saves_no_shared_float_weight(tmp_path: Path) -> None:
+    model = quantized_mixture()
+    first, second = (layer.input_layernorm for layer in model.model.layers)
+    second.weight = first.weight
+    with pytest.raises(
+        CheckpointError, match=r"1\.input_layernorm\.weight' and '\S+0\.input_layernorm\.weight' are one"
+    ):
+        model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shared", "match"),
+    [
+        ({"model.layers.1.mlp.x": "model.layers.0.mlp"}, "no attribute `x`"),
+        ({"model.layers.1": "model.layers.0.mlp"}, r"'model\.layers\.1' and 'model\.layers\.0\.mlp' were one"),
+        ({"model.layers.1.mlp": "model"}, "were one module"),
+        ({"model.layers": "model.layers.0"}, "were one module"),
+        ({"model.layers.1": 5}, "found 5"),
+    ],
+)
+def test_damaged_names_of_shared_modules_are_refused(shared: dict[str, Any], match: str, tmp_path: Path) -> None:
+    qcut.save(quantized_mixture(), tmp_path)
+    path = tmp_path / "qcut_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"shared": shared}))
+    with pytest.raises(CheckpointError, match=match):
+        load(tmp_path, verify=False)
+
+
 def test_only_models_with_experts_have_newer_versions(tmp_path: Path) -> None:
     dense, mixed = quantized_mixture(include=["q_proj"]), quantized_mixture()
     for name, model in (("dense", dense), ("mixed", mixed)):

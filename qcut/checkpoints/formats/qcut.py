@@ -17,6 +17,7 @@ from qcut.checkpoints.builder import (
     check_no_meta,
     expected_tensors,
     fill_layer,
+    share_modules,
     skeleton_of,
     tie_layers,
 )
@@ -38,7 +39,7 @@ _SCHEMA = schema.record(
         "tied": TIED,
         "weight_map": schema.table(schema.text()),
     },
-    {"embeddings": (EMBEDDINGS, {}), "experts": (EXPERTS, {})},
+    {"embeddings": (EMBEDDINGS, {}), "experts": (EXPERTS, {}), "shared": (TIED, {})},
     more=True,
 )
 
@@ -61,6 +62,7 @@ def load(found: Detected, options: Options) -> nn.Module:
                 )
             with torch.device("meta"):
                 model = _from_huggingface(saved.data, path) if model is None else model()
+        share_modules(model, saved.data["shared"], path)
         skeleton = skeleton_of(saved.described, model, dtype, path)
         wanted, exact = expected_tensors(model, skeleton.modules)
         tied = saved.described.tied

@@ -15,6 +15,7 @@ from qcut.checkpoints.description import (
     passing_buffers,
     quantization_config,
     shards,
+    shared_modules,
     stored_tensors,
 )
 from qcut.checkpoints.detect import QCUT_CONFIG, path_of
@@ -41,10 +42,10 @@ def save(
 
     The directory gets ``model-*.safetensors`` (several if the tensors exceed ``max_shard_bytes``; every parameter
     and buffer, also those outside the state dict; tied ones once) and ``qcut_config.json``: which layers are
-    `qcut.Linear` with their schemes, which tensors are tied, which file holds what, and for a Hugging Face model its
-    class and configuration. Such a model's ``config.json``, ``generation_config.json`` and
-    ``model.safetensors.index.json`` are written too, so that transformers' ``from_pretrained`` reads the same tensors.
-    Other files stay as they are.
+    `qcut.Linear` with their schemes, which tensors are tied and which modules are shared, which file holds what, and
+    for a Hugging Face model its class and configuration. Such a model's ``config.json``, ``generation_config.json`` and
+    ``model.safetensors.index.json`` are written too, so that transformers' ``from_pretrained`` reads the same tensors,
+    unless modules are shared that are not in the class. Other files stay as they are.
 
     Saving over an earlier checkpoint is safe: the new files have new names, and the rename of ``qcut_config.json``
     puts them in force all at once. Only then are the old ones deleted (`qcut.common.safetensors_writer`).
@@ -87,7 +88,7 @@ def save(
             # transformers makes buffers outside the state dict itself, and would warn of those in files it reads.
             apart = passing_buffers(model) if huggingface else set()
             weight_map = _write_shards(files, tensors, apart, max_shard_bytes, progress)
-            described = Description.of(model, tied)
+            described, shared = Description.of(model, tied), shared_modules(model)
             marked: dict[str, str] = {}
             mark_bytes = 0
             if huggingface:
@@ -103,6 +104,7 @@ def save(
                     "model_class": type(model).__name__,
                     "huggingface": huggingface or None,
                     **{key: value for key, value in described._asdict().items() if key != "experts" or value},
+                    **({"shared": shared} if shared else {}),
                     "weight_map": weight_map,
                 },
                 _beside(model, huggingface, tied, tensors, weight_map, marked, mark_bytes),

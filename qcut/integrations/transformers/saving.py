@@ -7,7 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from qcut.checkpoints.description import Description, passing_buffers, quantization_config, stored_tensors
+from qcut.checkpoints.description import (
+    Description,
+    passing_buffers,
+    quantization_config,
+    refuse_own_ties,
+    stored_tensors,
+)
 from qcut.checkpoints.marks import mark
 from qcut.errors import UnsupportedError
 from qcut.integrations.transformers.config import QcutConfig
@@ -15,8 +21,13 @@ from qcut.layers.experts.opening import PROJECTIONS
 
 
 def describe(model: Any) -> None:
-    """Bring the configuration of a model up to date with the layers that the model has now."""
+    """Bring the configuration of a model up to date with the layers that the model has now.
+
+    Raises:
+        CheckpointError: the model shares what its class does not; see `refuse_own_ties`.
+    """
     _, tied = stored_tensors(model)
+    refuse_own_ties(model, tied)
     described = quantization_config(model, tied)
     for spec in described.get("experts", {}).values():
         from qcut.checkpoints.expert_tensors import hub_names  # most models have none
