@@ -35,7 +35,8 @@ class LayerReport:
         note: why its scheme is not the requested one; empty if it is.
         weight_norm: ``‖W‖``.
         experts: of a projection of experts, their number; N counts the rows of all. 0 for a layer by itself.
-        few_tokens: of these experts, how many saw fewer tokens in calibration than `FEW_TOKENS`.
+        few_tokens: of these experts, how many saw fewer tokens in calibration than `FEW_TOKENS`; 1 for a layer by
+            itself that saw none, of an expert that is a module.
     """
 
     name: str
@@ -182,7 +183,9 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
     notes = [f"tied to {layer.tied_to}"] if layer.tied_to else []
     if layer.note:
         notes.append(layer.note)
-    if layer.few_tokens:
+    if layer.few_tokens and not layer.experts:
+        notes.append("saw no token in calibration")
+    elif layer.few_tokens:
         notes.append(f"{layer.few_tokens} of {layer.experts} experts saw fewer than {FEW_TOKENS} tokens")
     return (
         layer.name,
@@ -217,7 +220,7 @@ def stack_reports(
     for one in reports:
         stack = mixtures.stack_of(one.name)
         if stack is None:
-            found.append(one)
+            found.append(replace(one, few_tokens=int(tokens.get(one.name) == 0)))
         elif stack in of_stack:
             of_stack[stack].append(one)
         else:

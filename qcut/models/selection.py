@@ -227,14 +227,51 @@ def _experts_beside(model: nn.Module) -> list[tuple[str, str, int]]:
     """
     found = []
     for name, module in model.named_modules():
-        outer, _, key = name.rpartition(".")
+        outer = name.rpartition(".")[0]
         count, whole = expert_count(module), isinstance(module, ExpertsModule)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             count, whole = len(module), True
-        called = f"{key} {type(module).__name__}".lower()
-        known = isinstance(module, ExpertsModule) or any(word in called for word in ("expert", "moe", "mixture"))
+        known = isinstance(module, ExpertsModule) or _called_experts(name, module)
         if count > 1 and known:
             found.append((f"{outer}." if outer else "", f"{name}." if whole else "\0", count))
+    return found
+
+
+def _called_experts(name: str, module: nn.Module) -> bool:
+    called = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+    return any(word in called for word in ("expert", "moe", "mixture"))
+
+
+def expert_modules(model: nn.Module) -> dict[str, list[str]]:
+    """Experts that are modules of one class, by the name of the container that has them, which shows what they are."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1 and _called_experts(name, module):
+            # Layers of mixtures in a list of that name are no experts.
+            mixed = any(_called_experts(key, part) for key, part in module.named_modules() if "." in key)
+            if len({type(part) for part in module.children()}) == 1 and not mixed:
+                found[name] = [f"{name}.{key}" for key in module._modules]
+    return found
+
+
+def expert_module_layers(model: nn.Module, layers: Iterable[str]) -> dict[str, tuple[list[str], bool]]:
+    """Of layers by name, those of `expert_modules`, by the name with a ``*`` for the expert.
+
+    Returns:
+        Their names, and whether every expert of the container has one among them.
+    """
+    every = expert_modules(model)
+    containers = {expert: container for container, experts in every.items() for expert in experts}
+    found: dict[str, tuple[list[str], bool]] = {}
+    for name in layers:
+        outer = name
+        while outer and outer not in containers:
+            outer = outer.rpartition(".")[0]
+        if outer:
+            container = containers[outer]
+            key = f"{container}.*{name.removeprefix(outer)}"
+            names = [*found.get(key, ([],))[0], name]
+            found[key] = names, len(names) == len(every[container])
     return found
 
 

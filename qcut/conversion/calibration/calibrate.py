@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,13 +22,13 @@ from qcut.common import schema
 from qcut.common.safetensors import read_index
 from qcut.common.safetensors_writer import TensorFiles
 from qcut.conversion.calibration.layer_stats import PARTS, LayerStats
-from qcut.conversion.calibration.observers import input_hooks, run_observed
+from qcut.conversion.calibration.observers import LayerObserver, input_hooks, run_observed
 from qcut.conversion.verification import excerpt
 from qcut.errors import CalibrationError, ConfigError
 from qcut.layers.experts.opening import Opened, opened
 from qcut.layers.linear import Linear
 from qcut.models.modules import SEEDS, check_integer, forward, is_number, weight_nk
-from qcut.models.selection import DEFAULT_SKIP, check_model, find_layers
+from qcut.models.selection import DEFAULT_SKIP, check_model, expert_modules, find_layers
 from qcut.models.tracing import NormPair, NormTracer
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
 from qcut.numerics.plain_state import in_plain_state
@@ -317,49 +318,6 @@ def _mse_range(sample: Tensor, low: float, high: float) -> tuple[float, float]:
     return low * best[1], high * best[2]
 
 
-class _Observer:
-    """Running statistics of one layer.
-
-    The sample is exact: every token gets a random key, and the rows with the least keys are kept. Which tokens those
-    are depends only on the seed and the number of tokens.
-    """
-
-    def __init__(self, name: str, rows: int, columns: int, seed: int) -> None:
-        self.name, self.tokens = name, 0
-        self.generator = torch.Generator().manual_seed(seed)
-        self.keys = torch.full((rows,), torch.inf, dtype=torch.float64, device="cpu")
-        self.sample = torch.empty(rows, columns, dtype=torch.float32, device="cpu")
-        self.lo, self.hi = (
-            torch.full((columns,), torch.inf, dtype=torch.float32, device="cpu"),
-            torch.full((columns,), -torch.inf, dtype=torch.float32, device="cpu"),
-        )
-
-    def __call__(self, x: Tensor, batch: int) -> None:
-        x = x.detach().reshape(-1, x.shape[-1])
-        if x.shape[0] == 0:
-            return
-        lo, hi = (t.float().cpu() for t in x.aminmax(dim=0))
-        bad = ~(lo.isfinite() & hi.isfinite())
-        if bad.any():
-            raise CalibrationError(
-                f"layer {self.name!r}: batch {batch}: found NaN or Inf in {int(bad.sum())} of {bad.numel()} input "
-                f"channels, first in channel {int(bad.nonzero()[0])}; calibration data must be finite"
-            )
-        self.lo, self.hi = torch.minimum(self.lo, lo), torch.maximum(self.hi, hi)
-        self.tokens += x.shape[0]
-        rows = len(self.keys)
-        keys = torch.rand(x.shape[0], generator=self.generator, dtype=torch.float64, device="cpu")
-        least = torch.cat([self.keys, keys]).argsort()[:rows]
-        fresh = least[least >= rows] - rows
-        free = torch.ones(rows, dtype=torch.bool, device="cpu")
-        free[least[least < rows]] = False
-        self.keys[free] = keys[fresh]
-        self.sample[free] = x[fresh.to(x.device)].float().cpu()
-
-    def stats(self) -> LayerStats:
-        return LayerStats(self.lo, self.hi, self.sample[self.keys.isfinite()], self.tokens)
-
-
 @in_plain_state
 def calibrate(
     model: nn.Module,
@@ -381,7 +339,8 @@ def calibrate(
 
     Experts of a mixture are layers like others, ``mlp.experts.up.17`` and ``mlp.experts.down.17``; those of one
     projection share ``sample_size``, with eight tokens each at least. An expert that saw few tokens, or none, gets
-    statistics with tokens of the others (`qcut.conversion.calibration.few_tokens`).
+    statistics with tokens of the others (`qcut.conversion.calibration.few_tokens`); so does one that is a module in a
+    container of experts, which is called on these tokens.
 
     Args:
         model: run in evaluation mode without gradients; modes, buffers and attributes are restored after each batch.
@@ -438,7 +397,7 @@ def _observed(
     for name, module in layers.items():
         k = module.in_features if isinstance(module, nn.Linear | Linear) else weight_nk(module).shape[1]
         rows = max(sample_size // (k * experts_of[name]), 1 if experts_of[name] == 1 else _EXPERT_ROWS)
-        observers[name] = _Observer(name, rows, k, seed)
+        observers[name] = LayerObserver(name, rows, k, seed)
     excerpts: list[Any] = []
     done = 0
     tracer = NormTracer(model)
@@ -446,6 +405,13 @@ def _observed(
     def observe(name: str, x: Tensor) -> None:
         with torch._C.DisableTorchFunction():  # statistics are none of the reads that are traced
             observers[name](x, done)
+
+    places, inputs = input_hooks(layers, observe), None
+    if modules := expert_modules(model):
+        from qcut.conversion.calibration.few_tokens import ExpertInputs  # most models have no experts
+
+        inputs = ExpertInputs(model, modules, sample_size, seed)
+        places = chain(places, inputs.hooks())
 
     def run(batch: Any) -> None:
         nonlocal done
@@ -456,7 +422,7 @@ def _observed(
 
     try:
         with torch.no_grad():
-            run_observed(model, batches, input_hooks(layers, observe), run, "calibrate", progress)
+            run_observed(model, batches, places, run, "calibrate", progress)
     finally:
         tracer.remove()
     stats = {name: observer.stats() for name, observer in observers.items() if observer.tokens}
@@ -464,6 +430,8 @@ def _observed(
         from qcut.conversion.calibration.few_tokens import lend  # most models have no experts
 
         stats = lend(stats, mixtures)
+    if inputs is not None:
+        stats = inputs.lend(stats, chosen)
     idle = [name for name in chosen if name not in stats]
     if idle:
         raise CalibrationError(

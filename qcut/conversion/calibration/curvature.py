@@ -10,12 +10,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from qcut.conversion.calibration.moments import PRIOR, Moments, check_seen, checked_prior, shrunk, turns_of
+from qcut.conversion.calibration.moments import (
+    PRIOR,
+    Moments,
+    check_seen,
+    checked_prior,
+    identities,
+    shrunk,
+    turns_of,
+)
 from qcut.conversion.calibration.observers import all_of, run_observed
 from qcut.errors import CalibrationError, ConfigError, QcutError
 from qcut.layers.experts.opening import opened
 from qcut.models.modules import SEEDS, check_integer, first_input, forward, model_device, output_tensor, weight_nk
-from qcut.models.selection import DEFAULT_SKIP, check_model, expert_layers, find_layers
+from qcut.models.selection import DEFAULT_SKIP, check_model, expert_layers, expert_module_layers, find_layers
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.plain_state import in_plain_state
 
@@ -126,9 +134,9 @@ def _collected(
         )
         with frozen(model), torch.enable_grad():
             count = run_observed(model, batches, hooks, run, "curvature", progress)
-        stacks = expert_layers(model, names)
+        stacks, modules = expert_layers(model, names), expert_module_layers(model, names)
     tokens = {name: one.tokens for name, one in sums.items()}
-    check_seen(tokens, stacks, count, "derivative of the loss")
+    unseen = check_seen(tokens, stacks, modules, count, "derivative of the loss")
     for one in sums.values():
         one.check()
     found: dict[str, Curvature] = {}
@@ -140,6 +148,9 @@ def _collected(
         if any(one is not None for one in outputs):
             outputs = shrunk(outputs, counts, not up, prior)
         found |= {name: Curvature(h, g) for name, h, g in zip(members, inputs, outputs, strict=True)}
+    weights = {name: weight_nk(chosen[name]) for name in unseen}
+    outs = identities({name: weight for name, weight in weights.items() if sums[name].both}, 0)
+    found |= {name: Curvature(h, outs.get(name)) for name, h in identities(weights, 1).items()}
     return {name: found[name] if name in found else sums[name].mean() for name in names}, tokens
 
 

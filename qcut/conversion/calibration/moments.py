@@ -116,21 +116,55 @@ def turns_of(
     return turns
 
 
-def check_seen(tokens: Mapping[str, int], stacks: Mapping[str, Sequence[str]], batches: int, what: str) -> None:
+def check_seen(
+    tokens: Mapping[str, int],
+    stacks: Mapping[str, Sequence[str]],
+    modules: Mapping[str, tuple[Sequence[str], bool]],
+    batches: int,
+    what: str,
+) -> list[str]:
     """Check that something was seen by each layer, and by one expert at least of each projection.
+
+    Args:
+        tokens: that each layer saw.
+        stacks: names of the layers of a projection.
+        modules: of experts that are modules, names of a layer of each, and whether those are all experts.
+        batches: their number, for the message.
+        what: was to be seen.
+
+    Returns:
+        The layers of experts that are modules, and saw nothing.
 
     Raises:
         CalibrationError: nothing was (the layer or projection is named).
     """
-    members = {name for names in stacks.values() for name in names}
+    unseen = [name for names, _ in modules.values() for name in names if not tokens[name]]
+    members = {name for names in stacks.values() for name in names}.union(unseen)
     counts = {name: count for name, count in tokens.items() if name not in members}
     counts |= {stack: sum(tokens[name] for name in names) for stack, names in stacks.items()}
+    counts |= {names[0]: sum(tokens[name] for name in names) for names, whole in modules.values() if whole}
     for name, count in counts.items():
         if not count:
             raise CalibrationError(
                 f"layer {name!r} saw no {what} in {batches} batches; pass data that reaches it, or leave it out with "
                 f"skip=[{name!r}]"
             )
+    return unseen
+
+
+def identities(weights: Mapping[str, Tensor], side: int) -> dict[str, Tensor]:
+    """Moments of layers that nothing is known of, the same object for those of one size.
+
+    Args:
+        weights: ``[N, K]`` of each layer.
+        side: 1 for moments of inputs, ``[K, K]``; 0 for those of outputs, ``[N, N]``.
+    """
+    made: dict[tuple[int, torch.device], Tensor] = {}
+    for weight in weights.values():
+        key = weight.shape[side], weight.device
+        if key not in made:
+            made[key] = torch.eye(key[0], dtype=torch.float32, device=weight.device)
+    return {name: made[weight.shape[side], weight.device] for name, weight in weights.items()}
 
 
 def shrunk(sums: Sequence[Tensor | None], tokens: Sequence[int], common: bool, prior: float = PRIOR) -> list[Tensor]:

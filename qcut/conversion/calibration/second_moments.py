@@ -9,12 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qcut.conversion.calibration.moments import PRIOR, Moments, check_seen, checked_prior, shrunk, turns_of
+from qcut.conversion.calibration.moments import (
+    PRIOR,
+    Moments,
+    check_seen,
+    checked_prior,
+    identities,
+    shrunk,
+    turns_of,
+)
 from qcut.conversion.calibration.observers import all_of, input_hooks, run_observed
 from qcut.errors import CalibrationError
 from qcut.layers.experts.opening import opened
 from qcut.models.modules import forward, weight_nk
-from qcut.models.selection import DEFAULT_SKIP, check_model, expert_layers, find_layers
+from qcut.models.selection import DEFAULT_SKIP, check_model, expert_layers, expert_module_layers, find_layers
 from qcut.numerics.plain_state import in_plain_state
 
 
@@ -38,6 +46,8 @@ def collect_second_moments(
     expert is drawn to what is known of all, as far as the expert saw few tokens
     (`qcut.conversion.calibration.moments.shrunk`). They take
     ``4 E (H^2 + I^2)`` bytes a layer: 2.5 GB for 128 experts of H = 2048 and I = 768, and 118 GB for 48 such layers.
+    An expert that is a module with layers of its own has its own moment; one without tokens has the identity, by which
+    codebooks are fitted to the weights only.
 
     Args:
         model: run in evaluation mode without gradients; modes, buffers and attributes are restored after each batch.
@@ -85,15 +95,16 @@ def _collected(
             collector.release()
 
         count = run_observed(model, batches, input_hooks(chosen, collector.add), run, "second moments", progress)
-        stacks = expert_layers(model, names)
+        stacks, modules = expert_layers(model, names), expert_module_layers(model, names)
     tokens = {name: collector.tokens.get(collector.owner.get(name, name), 0) for name in names}
-    check_seen(tokens, stacks, count, "token")
+    unseen = check_seen(tokens, stacks, modules, count, "token")
     collector.check()
     found: dict[str, Tensor] = {}
     for stack, members in stacks.items():
         up = stack.endswith(".up")  # whose columns are those of tokens
         means = shrunk([collector.sums.pop(n, None) for n in members], [tokens[n] for n in members], up, prior)
         found |= dict(zip(members, means, strict=True))
+    found |= identities({name: weight_nk(chosen[name]) for name in unseen}, 1)
     for owner, total in collector.sums.items():
         total /= collector.tokens[owner]
     return {name: found[name] if name in found else collector.sums[collector.owner[name]] for name in names}, tokens
