@@ -26,7 +26,7 @@ from qcut.layers.linear import Known, Linear, Stacked, gated
 from qcut.layers.quantized import StateEntry
 from qcut.layers.rotations import RotationSpec, by_kernels, rotation_for, shared
 from qcut.layers.tokens import MOST_PREPARED, Prepared, RotatedTokens, RotationArguments
-from qcut.models.guards import refuse_foreign_saving
+from qcut.models.guards import refuse_foreign_saving, refuse_stored
 from qcut.models.modules import dtype_name, float_bias, tensor_key
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.codebook import float4, packing, pairs, products, rotation
@@ -424,6 +424,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         return RotatedTokens(blocks, scale, len(x), dtype)
 
     def _product(self, x: Tensor) -> Tensor:
+        refuse_stored(self.__dict__, layer_prefix(self.name))
         return self._by_kernel(x) if by_kernels(x.device) else self._by_reference(x, self.activation)
 
     def _by_reference(self, x: Tensor, activation: str) -> Tensor:

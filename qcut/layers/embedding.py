@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from qcut.errors import DtypeError, QuantizationError, UnsupportedError, layer_prefix
 from qcut.layers.linear import Linear
 from qcut.models.classes import computes_its_own, is_called_as_written
+from qcut.models.guards import refuse_batching
 from qcut.models.modules import WEIGHT_DTYPES, dtype_name, is_linear, tensor_key, weight_dtype_names, weight_of
 from qcut.ops.checks import check_indices
 from qcut.schemes import Scheme
@@ -160,6 +161,7 @@ class Embedding(nn.Module):
         if ids.dtype not in _ID_DTYPES:
             raise DtypeError(f"{type(self).__name__}: ids are {dtype_name(ids.dtype)}; allowed: int32, int64")
         if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            refuse_batching(f"{type(self).__name__}: ", ids)
             check_indices(type(self).__name__, "ids", ids, self.num_embeddings)
         rows = self.linear.rows(ids.reshape(-1))
         return rows.to(self.dtype).view(*ids.shape, self.embedding_dim)

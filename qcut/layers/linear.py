@@ -26,7 +26,7 @@ from qcut.errors import (
 )
 from qcut.layers.gradients import InputGradient
 from qcut.layers.quantized import FrozenWeight, QuantizedLayer
-from qcut.models.guards import described, is_described, refuse_foreign_saving
+from qcut.models.guards import described, is_described, refuse_foreign_saving, refuse_tangents, transformed
 from qcut.models.modules import float_bias, float_weight
 from qcut.numerics.plain_state import in_plain_state
 from qcut.numerics.routing import MOST_GATHERED, RouteTiles
@@ -337,6 +337,7 @@ class Linear(QuantizedLayer):
                     f"{layer_prefix(self.name)}its weight is quantized, and it is called with another one, as "
                     "torch.func.functional_call does; quantize the float layer that has the new weight"
                 )
+            refuse_tangents(x, layer_prefix(self.name))
         try:
             if x.requires_grad and torch.is_grad_enabled():
                 result: Tensor
@@ -351,6 +352,8 @@ class Linear(QuantizedLayer):
             return self._product(x)
         except (DtypeError, DeviceError) as error:  # of operators, which do not know the layer
             raise type(error)(f"{layer_prefix(self.name)}{error}") from None
+        except RuntimeError as error:
+            raise transformed(layer_prefix(self.name), error, x, *self._buffers.values()) or error from None
 
     @property
     def largest_tile(self) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from qcut.errors import UnsupportedError, layer_prefix
@@ -22,6 +24,7 @@ DESCRIPTIONS = frozenset(
 )
 """Attributes and methods of a tensor that describe it and read no values."""
 
+_is_batched = torch._C._functorch.is_batchedtensor
 _SAVERS = frozenset({"save_pretrained", "_save_pretrained"})
 
 
@@ -89,6 +92,60 @@ def described(tensor: Tensor, dtype: torch.dtype, name: str | None) -> Tensor:
 def is_described(tensor: Any, memory: Tensor) -> bool:
     """Whether this is what `described` makes of a tensor in the same memory."""
     return isinstance(tensor, _Described) and bool(memory.is_set_to(tensor))
+
+
+def refuse_tangents(x: Tensor, where: str) -> None:
+    """Refuse a tensor with a derivative in forward mode, which no operator of a quantized layer carries on.
+
+    Raises:
+        UnsupportedError: inside ``torch.func.jvp``, ``jacfwd`` or ``torch.autograd.forward_ad``.
+    """
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise UnsupportedError(
+            f"{where}a derivative in forward mode is wanted (torch.func.jvp, jacfwd); quantized layers have only "
+            "gradients, with qcut.enable_input_gradients(model)"
+        )
+
+
+def refuse_batching(where: str, *tensors: Tensor) -> None:
+    """Refuse tensors of ``torch.func.vmap``, for code that reads values on the host.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    if any(map(_is_batched, tensors)):
+        raise UnsupportedError(
+            f"{where}values are read on the host, which torch.func.vmap cannot do; allowed: all samples in one call, "
+            "or a call for each"
+        )
+
+
+def refuse_stored(state: Mapping[str, Any], where: str) -> None:
+    """Refuse a call with tensors of a state dict, which are laid out otherwise than a layer's own.
+
+    Args:
+        state: of the layer that is called, its ``__dict__``.
+        where: the layer, for the message.
+
+    Raises:
+        UnsupportedError: ``torch.func.functional_call`` has put stored indices into the layer.
+    """
+    if "indices" in state:
+        raise UnsupportedError(
+            f"{where}it is called with tensors of a state dict, as torch.func.functional_call does; allowed: those of "
+            "named_buffers() of a layer of the same scheme, or load_state_dict"
+        )
+
+
+def transformed(where: str, error: RuntimeError, *tensors: Tensor | None) -> UnsupportedError | None:
+    """The error of a layer under a transformation of ``torch.func`` that torch has refused; None outside of one."""
+    if not any(tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
+        return None
+    reason = str(error).partition("\n")[0][:120]
+    return UnsupportedError(
+        f"{where}a transformation of torch.func is not possible ({reason}); allowed: all samples in one call, and "
+        "backward() for gradients, with qcut.enable_input_gradients(model)"
+    )
 
 
 def refuse_foreign_saving(name: str | None) -> None:

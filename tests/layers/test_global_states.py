@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import qcut
+from qcut.errors import UnsupportedError
+from tests.integrations.transformers.mixtures import quantized_mixture
 
 SCHEMES = (
     *("w8a8", "w8a8_static", "w8a16", "int16x8", "int16x8_static", "codebook4", "codebook3", "codebook2"),
@@ -96,3 +99,54 @@ def test_layers_are_the_same_in_any_state(scheme: str, state: str) -> None:
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
     assert not any(buffer.is_inference() for buffer in made.buffers())
+
+
+def _transformed(layer: nn.Module, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    return {
+        "jvp": lambda: torch.func.jvp(layer, (x,), (x,)),
+        "jacfwd": lambda: torch.func.jacfwd(layer)(x),
+        "grad": lambda: torch.func.grad(lambda one: layer(one).sum())(x),
+    }
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "codebook4", "int4", "fp8_dynamic", "w8a8_rotated"])
+def test_transformations_are_equal_or_refused(scheme: str) -> None:
+    torch.manual_seed(0)
+    layer, other = (qcut.Linear.from_float(nn.Linear(64, 64), scheme, name="proj") for _ in range(2))
+    x = torch.randn(4, 3, 64)
+    for call in _transformed(layer, x[0]).values():
+        with pytest.raises(UnsupportedError, match=r"layer 'proj': .*; (allowed|quantized layers have only)"):
+            call()
+    calls = (
+        (lambda: torch.func.vmap(layer)(x), layer(x)),
+        (lambda: torch.func.functional_call(layer, dict(other.named_buffers()), (x,)), other(x)),
+        (lambda: torch.func.functional_call(layer, other.state_dict(), (x,)), other(x)),
+    )
+    refused = 0
+    for compute, wanted in calls:
+        try:
+            torch.testing.assert_close(compute(), wanted)
+        except UnsupportedError as error:
+            refused += "layer 'proj': " in str(error)
+    assert refused == (2 if scheme in ("codebook4", "int4") else 0)
+
+
+def test_experts_and_tables_refuse_vmap() -> None:
+    table = qcut.Embedding.from_float(nn.Embedding(8, 64), "w8a16")
+    with pytest.raises(UnsupportedError, match=r"torch\.func\.vmap"):
+        torch.func.vmap(table)(torch.zeros(2, 3, dtype=torch.int64))
+    experts = quantized_mixture(scheme="w8a8").model.layers[0].mlp.experts
+    x, index, weights = torch.randn(2, 3, 64), torch.randint(0, 4, (2, 3, 2)), torch.rand(2, 3, 2)
+    for dims in ((0, 0, 0), (0, None, None), (None, None, 0)):
+        given = [one if dim == 0 else one[0] for one, dim in zip((x, index, weights), dims, strict=True)]
+        with pytest.raises(UnsupportedError, match=r"mlp\.experts': .*torch\.func\.vmap"):
+            torch.func.vmap(experts, in_dims=dims)(*given)
+
+
+def test_stacks_refuse_tensors_of_a_state_dict() -> None:
+    mine, other = (quantized_mixture(scheme="codebook4_g32").model.layers[i].mlp.experts for i in (0, 1))
+    given = torch.randn(3, 64), torch.randint(0, 4, (3, 2)), torch.rand(3, 2)
+    found = torch.func.functional_call(mine, dict(other.named_buffers()), given)
+    assert torch.equal(found, other(*given))
+    with pytest.raises(UnsupportedError, match=r"experts\.\w+': it is called with tensors of a state dict"):
+        torch.func.functional_call(mine, other.state_dict(), given)

@@ -11,6 +11,7 @@ from qcut.errors import DeviceError, DtypeError, RangeError, ShapeError, Unsuppo
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.linear import Linear
 from qcut.layers.tokens import MOST_PREPARED, Prepared
+from qcut.models.guards import refuse_batching
 from qcut.models.modules import ExpertsModule, dtype_name
 from qcut.numerics.gating import Gating
 from qcut.numerics.routing import MAX_EXPERTS, RouteTiles
@@ -145,6 +146,7 @@ class Experts(ExpertsModule):
         if _has_kernels(x.device) and (y := self._by_kernels(x, index, weights, prepared)) is not None:
             return y
         refuse_capture(x, layer_prefix(self.name))
+        refuse_batching(layer_prefix(self.name), x, index, weights)
         self._check_values(index, weights)
         routes, index = index.shape[1], index.long()
         order = index.reshape(-1).argsort(stable=True)

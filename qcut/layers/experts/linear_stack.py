@@ -13,7 +13,7 @@ from qcut.errors import QuantizationError, ShapeError, layer_prefix
 from qcut.layers.host_values import Reading
 from qcut.layers.linear import Linear
 from qcut.layers.quantized import FrozenWeight, QuantizedLayer, StateEntry
-from qcut.models.guards import refuse_foreign_saving
+from qcut.models.guards import refuse_foreign_saving, refuse_stored
 from qcut.models.modules import tensor_key
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class LinearStack(QuantizedLayer):
         """
         if not 0 <= e < self.experts:
             raise IndexError(f"{layer_prefix(self.name)}expert {e}; allowed: 0 to {self.experts - 1}")
+        refuse_stored(self.__dict__, layer_prefix(self.name))
         buffers = {key: None if buffer is None else buffer[e] for key, buffer in self._buffers.items()}
         held = next(buffer for buffer in buffers.values() if buffer is not None)
         size = self.out_features, self.in_features
