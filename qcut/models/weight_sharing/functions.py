@@ -117,7 +117,7 @@ def mentions(model: nn.Module, names: Sequence[str], known: type) -> bool:
 
 
 def parts_inside(value: Any, depth: int = 4) -> Iterator[nn.Module | Tensor]:
-    """Modules and tensors in plain data: in containers, weak references, partial and bound functions, and objects."""
+    """Modules and tensors in plain data: in containers, weak references, functions with what they hold, and objects."""
     if isinstance(value, (nn.Module, Tensor)):
         yield value
     elif depth and value is not None and not isinstance(value, _LEAVES):
@@ -137,9 +137,10 @@ def parts_inside(value: Any, depth: int = 4) -> Iterator[nn.Module | Tensor]:
         for part in parts:
             yield from parts_inside(part, depth - 1)
     elif isinstance(value, FunctionType):
-        for one in enclosed(value).values():
-            if isinstance(one, (nn.Module, Tensor)):
-                yield one
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        for one in (*enclosed(value).values(), *defaults):
+            if depth or not isinstance(one, FunctionType):  # functions may hold one another
+                yield from parts_inside(one, min(max(depth - 1, 0), 2))
 
 
 def _attributes_of(value: Any) -> Iterator[Any]:

@@ -600,3 +600,33 @@ def test_replaced_function_of_torch_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     plain = nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *a: plain(*a) * 2)
     assert "nn.Linear.forward is not that of torch" in linear_layers(nn.Sequential(nn.Linear(16, 16)))[1]["0"]
+
+
+HELD_BY_FUNCTIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "default": lambda layer: lambda x, one=layer: one(x),
+    "keyword": lambda layer: lambda x, *, one=layer: one(x),
+    "list": lambda layer: [(lambda held: lambda x: held[0](x))([layer])],
+    "table": lambda layer: (lambda held: lambda x: held[1](x))({1: layer}),
+    "partial": lambda layer: functools.partial(lambda x, one=layer: one(x)),
+    "nested": lambda layer: (lambda inner: lambda x: inner(x))(lambda x: layer(x)),
+}
+
+
+@pytest.mark.parametrize("kind", HELD_BY_FUNCTIONS)
+def test_layers_that_functions_hold_stay(kind: str) -> None:
+    model = Base()
+    model.__dict__["call"] = HELD_BY_FUNCTIONS[kind](model.a)
+    assert "held outside of the model's modules (Base.call)" in linear_layers(model)[1]["a"]
+
+
+def test_functions_that_hold_one_another_end() -> None:
+    model = Base()
+
+    def first(x: Any) -> Any:
+        return second(x)
+
+    def second(x: Any) -> Any:
+        return first(x)
+
+    model.__dict__["call"] = first
+    assert "a" in linear_layers(model)[0]
