@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from qcut.conversion.fitting import rotatable
 from qcut.conversion.report import LayerReport
 from qcut.conversion.tasks import Task
 from qcut.errors import ConfigError, UnsupportedError
-from qcut.layers.embedding import RESERVED, Embedding, check_table
+from qcut.layers.embedding import RESERVED, Embedding, check_table, is_table
 from qcut.layers.linear import Linear
 from qcut.models.modules import keep_hooks, kept_attributes, tensor_key, weight_nk, weight_of
 from qcut.models.selection import DEFAULT_SKIP, held_elsewhere, linear_layers, matches
@@ -19,8 +20,29 @@ from qcut.models.weight_sharing.readers import class_checked, layers_read
 from qcut.schemes import Scheme, parse_scheme
 
 
-def classifier_tasks(model: nn.Module, tables: dict[str, nn.Embedding], embeddings: str | Scheme) -> dict[str, Task]:
+def computing_tables(tables: dict[str, nn.Embedding]) -> dict[str, str]:
+    """Tables that stay in float, as their class computes more than rows, or one tied to them does; with the reason."""
+    own: dict[Any, str] = {}
+    for table in tables.values():
+        if not is_table(table):
+            cls = type(table)
+            own[tensor_key(table.weight)] = (
+                f"an embedding with its own forward (class {cls.__module__}.{cls.__qualname__})"
+            )
+    keys = {name: tensor_key(table.weight) for name, table in tables.items()}
+    return {name: own[key] for name, key in keys.items() if key in own}
+
+
+def classifier_tasks(
+    model: nn.Module, tables: dict[str, nn.Embedding], embeddings: str | Scheme, left: Collection[nn.Embedding] = ()
+) -> dict[str, Task]:
     """Tasks for the classifier and for all linear layers that are tied to a table of tokens.
+
+    Args:
+        model: see `qcut.quantize`.
+        tables: to quantize.
+        embeddings: see `qcut.quantize`.
+        left: tables that stay in float, with all that is tied to them.
 
     Raises:
         ConfigError: an unknown scheme, or one that tables cannot have.
@@ -32,11 +54,13 @@ def classifier_tasks(model: nn.Module, tables: dict[str, nn.Embedding], embeddin
     for name, table in tables.items():
         check_table(table, name)
     _check_uses(model, tables)
-    shared = {tensor_key(module.weight) for module in tables.values()}
+    shared, kept = ({tensor_key(one.weight) for one in group} for group in (tables.values(), left))
     given: Any = getattr(model, "get_output_embeddings", None)
     head = given() if callable(given) else None
     tasks = {}
     for name, module in linear_layers(model)[0].items():
+        if tensor_key(weight_of(module)) in kept:
+            continue
         if module is head or tensor_key(weight_of(module)) in shared or matches(name, DEFAULT_SKIP):
             served, note = rotatable(scheme, weight_nk(module).shape[1])
             tasks[name] = Task(module, served, note=note)

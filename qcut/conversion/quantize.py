@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qcut.common.hooks import notify_quantized
 from qcut.common.progress import progress_bar
 from qcut.conversion.commit import changes_of, commit
-from qcut.conversion.embeddings import classifier_tasks, quantized_table, table_report
+from qcut.conversion.embeddings import classifier_tasks, computing_tables, quantized_table, table_report
 from qcut.conversion.inventory import count_parameters, coverage, warn_of_float, warn_of_skip
 from qcut.conversion.report import LayerReport, Report, stack_reports, weight_error
 from qcut.conversion.tasks import (
@@ -109,7 +109,8 @@ def quantize(
             the whole dotted name or the end of it; a `QuantizationWarning` says which ones match no layer.
         embeddings: scheme of the tables of tokens (`qcut.layers.embedding.token_tables`), which become
             `qcut.Embedding`, and of the classifier, tied to one or not, whatever ``include`` and ``skip`` are; None
-            leaves them as they are otherwise. Tables of positions stay.
+            leaves them as they are otherwise. Tables of positions stay. Those with a forward of their own stay too,
+            such as one that scales rows, with what is tied to them; the report gives the reason.
         device: device of the model afterwards; None leaves the model where it is.
         fuse: let a quantized layer compute the activation that follows, in float32, before rounding its result. The
             activations are those of `qcut.models.fusion.fusible_activations`.
@@ -134,8 +135,7 @@ def quantize(
             weights where kernels take 16-bit tokens (layer named).
         QuantizationError: no layer to quantize, or a weight that cannot be (layer named), or no table of tokens; or
             the quantized model fails ``verify`` (layer named). The model is then as it was.
-        UnsupportedError: weights on the meta device, or a table with a forward or an option that `qcut.Embedding` has
-            not (named).
+        UnsupportedError: weights on the meta device, or a table with an option that `qcut.Embedding` has not (named).
         DtypeError: the model is no ``nn.Module``, or a calibration or second moments of another type.
         DeviceError: there is no such device, or it has no memory.
         CalibrationError: a layer was not calibrated or has no second moment, or one of another size.
@@ -279,7 +279,10 @@ def prepare(
     check_stacks(tasks, mixtures)
     skipped |= mixtures.left
     tables = {} if embeddings is None else token_tables(model)
-    classifiers = {} if embeddings is None else classifier_tasks(model, tables, embeddings)
+    apart = computing_tables(tables)
+    left = [tables.pop(name) for name in apart]
+    skipped |= apart
+    classifiers = {} if embeddings is None else classifier_tasks(model, tables, embeddings, left)
     tasks |= classifiers
     skipped = {name: reason for name, reason in skipped.items() if name not in classifiers}
     for name, task in tasks.items():

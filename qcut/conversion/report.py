@@ -65,7 +65,7 @@ class Report:
 
     Attributes:
         layers: the quantized layers, in model order.
-        skipped: linear layers left in floating point, in model order, with the reason.
+        skipped: linear layers left in floating point, in model order, and tables of ``embeddings``, with the reason.
         bytes_before: bytes of the float model's parameters and buffers, shared tensors once.
         bytes_after: bytes of the quantized model's parameters and buffers, shared tensors once.
         parameters: numbers of parameters of the float model by kind (`qcut.conversion.inventory.KINDS`): those that

@@ -245,12 +245,50 @@ def test_models_without_embeddings_to_quantize():
     with pytest.raises(QuantizationError, match="none of its embeddings"):
         quantize(model, "w8a8", embeddings="w8a16", progress=False)
     assert type(model[0]) is nn.Linear
-    gemma = tiny_hf("gemma")
-    with pytest.raises(UnsupportedError, match=r"embed_tokens': cannot quantize a Gemma"):
-        quantize(gemma, "w8a8", embeddings="w8a16", progress=False)
     for scheme in ("fp16", "w8a8_static"):
         with pytest.raises(ConfigError, match="embeddings"):
             quantize(tiny_hf("gpt2"), "w8a8", embeddings=scheme, progress=False)
+
+
+@pytest.mark.parametrize("tied", ["no", "table", "classifier", "both"])
+def test_tables_that_compute_stay_in_float(tied: str) -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 8.0
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled, self.plain, self.proj = Scaled(64, 64), nn.Embedding(64, 64), nn.Linear(64, 64)
+            self.lm_head = nn.Linear(64, 64, bias=False)
+            if tied in ("table", "both"):
+                self.plain.weight = self.scaled.weight
+            if tied in ("classifier", "both"):
+                self.lm_head.weight = self.scaled.weight
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.scaled
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.lm_head(self.proj(self.scaled(ids) + self.plain(ids)))
+
+    torch.manual_seed(0)
+    model, ids = Model().eval(), torch.arange(64)
+    rows = model.scaled(ids)
+    report = quantize(model, "w8a16", embeddings="w8a16", progress=False)
+    assert torch.equal(model.scaled(ids), rows)
+    assert "own forward" in report.skipped["scaled"]
+    assert ("plain" in report.skipped) == (tied in ("table", "both"))
+    assert ("lm_head" in report.skipped) == (tied in ("classifier", "both"))
+    assert ("lm_head" in report.schemes) == (tied in ("no", "table"))
+    assert "left in float: scaled" in str(report)
+
+
+def test_scaled_tables_of_transformers_stay() -> None:
+    model = tiny_hf("gemma")
+    report = quantize(model, "w8a8", embeddings="w8a16", progress=False)
+    assert "own forward" in report.skipped["model.embed_tokens"]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_saved_embeddings_are_checked(tmp_path: Path):
