@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, 
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from qcut.errors import (
     ConfigError,
@@ -337,7 +338,8 @@ class Linear(QuantizedLayer):
                     f"{layer_prefix(self.name)}its weight is quantized, and it is called with another one, as "
                     "torch.func.functional_call does; quantize the float layer that has the new weight"
                 )
-            refuse_tangents(x, layer_prefix(self.name))
+            if forward_ad._current_level >= 0:
+                refuse_tangents(x, layer_prefix(self.name))
         try:
             if x.requires_grad and torch.is_grad_enabled():
                 result: Tensor

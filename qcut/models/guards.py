@@ -100,7 +100,7 @@ def refuse_tangents(x: Tensor, where: str) -> None:
     Raises:
         UnsupportedError: inside ``torch.func.jvp``, ``jacfwd`` or ``torch.autograd.forward_ad``.
     """
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+    if forward_ad.unpack_dual(x).tangent is not None:
         raise UnsupportedError(
             f"{where}a derivative in forward mode is wanted (torch.func.jvp, jacfwd); quantized layers have only "
             "gradients, with qcut.enable_input_gradients(model)"
