@@ -346,7 +346,7 @@ def _own_functions(module: nn.Module) -> Iterator[FunctionType]:
 
 @cache
 def _class_data(cls: Any) -> tuple[Any, ...]:
-    """What the classes of a model's author have besides methods."""
+    """What the classes of a model's author have, except methods."""
     owners = [each for each in cls.__mro__ if _is_authors(each.__module__)]
     return tuple(value for each in owners for value in vars(each).values() if not isinstance(value, FunctionType))
 
