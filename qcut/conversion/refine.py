@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qcut.common.numbers import SEEDS, check_integer, is_number
 from qcut.common.progress import with_progress
 from qcut.conversion.calibration.curvature import differentiating, frozen
 from qcut.conversion.commit import commit
@@ -37,15 +38,12 @@ from qcut.layers.linear import Linear
 from qcut.layers.quantized import quantized_layers
 from qcut.models.fusion import Change
 from qcut.models.modules import (
-    SEEDS,
     check_batches,
-    check_integer,
     eagerly,
     evaluating,
     forward,
     is_conv1d,
     is_linear,
-    is_number,
     model_device,
     output_tensor,
     state_kept,

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from qcut.common.numbers import is_number
 from qcut.conversion.calibration.calibrate import Calibration
 from qcut.conversion.tasks import check_given
 from qcut.errors import CalibrationError, ConfigError
 from qcut.layers.experts.opening import Opened, opened
-from qcut.models.modules import ExpertsModule, is_number, weight_nk, weight_of
+from qcut.models.modules import ExpertsModule, weight_nk, weight_of
 from qcut.models.selection import check_model
 from qcut.models.tracing import NormPair
 from qcut.numerics.plain_state import in_plain_state

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from qcut.common.numbers import check_integer
 from qcut.engine.runner import MOST_ROWS, ModelRunner
 from qcut.errors import ConfigError, shown
-from qcut.models.modules import check_integer
 
 MOST_DRAFTS, MOST_NGRAM = MOST_ROWS - 1, 8
 """Most drafts of a step, and tokens of an n-gram, that `torch.ops.qcut.accept` takes."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qcut.common import versions
+from qcut.common.numbers import check_integer, is_whole
 from qcut.engine.drafters import Drafter, accompany
 from qcut.engine.families import decoder_of
 from qcut.engine.families.fidelity import base_of
@@ -39,7 +40,6 @@ from qcut.engine.token_ids import (
     stops_of,
 )
 from qcut.errors import BusyError, ConfigError, ContextError, ShapeError, shown
-from qcut.models.modules import check_integer, is_whole
 from qcut.numerics.sampling import Sampling
 from qcut.text.constraint import Constraint
 from qcut.text.detokenizer import Detokenizer

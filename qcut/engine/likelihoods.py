@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from qcut.common.numbers import is_whole
 from qcut.errors import ConfigError, shown
-from qcut.models.modules import is_whole
 from qcut.numerics.sampling import log_probabilities
 
 MOST_TOP = 20

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qcut.common.failures import is_interrupt
+from qcut.common.numbers import check_integer
 from qcut.engine.chunked_prefill import size_for
 from qcut.engine.engine import Engine, Prompts
 from qcut.engine.kv_cache.prefix_cache import Match, PrefixCache
@@ -28,7 +29,6 @@ from qcut.engine.sequence import DraftedTokens, Event, NewTokens, SequenceBatch
 from qcut.engine.speculation import capture_drafted
 from qcut.engine.token_ids import Options
 from qcut.errors import BusyError, ConfigError, RequestError, ShapeError, shown
-from qcut.models.modules import check_integer
 from qcut.numerics.sampling import Sampling
 from qcut.text.constraint import Constraint
 from qcut.text.prompts import Chat

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qcut.common.numbers import is_whole
 from qcut.errors import ConfigError, DtypeError, ShapeError, shown
-from qcut.models.modules import is_whole
 from qcut.numerics.sampling import Sampling
 from qcut.text.constraint import Constraint
 

@@ -7,7 +7,6 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Integral, Real
 from types import MethodType
 from typing import Any
 
@@ -25,7 +24,6 @@ from qcut.errors import (
     ShapeError,
     UnsupportedError,
     layer_prefix,
-    shown,
 )
 from qcut.models.affine import is_affine
 from qcut.models.classes import computes_its_own, conv1d_class, is_called_as_written, library_class
@@ -394,31 +392,6 @@ def model_device(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
-
-
-def is_number(value: object) -> bool:
-    """Whether a caller's value is a real number."""
-    return isinstance(value, Real)
-
-
-def is_whole(value: object) -> bool:
-    """Whether a caller's value is a whole number, of Python, numpy or another kind, and no truth value."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def check_integer(value: Any, what: str, least: int = 1, most: int | None = None) -> None:
-    """Check a caller's integer.
-
-    Raises:
-        ConfigError: this is none, one below ``least`` or beyond ``most``, or one that takes more than 64 bits.
-    """
-    if not is_whole(value) or not least <= value <= ((1 << 63) - 1 if most is None else most):
-        allowed = f"{least} and more" if most is None else f"{least} to {most}"
-        raise ConfigError(f"{what} is {shown(value)}; allowed: {allowed}")
-
-
-SEEDS = -(1 << 63)
-"""The least seed of torch's generators."""
 
 
 def device_with_memory(device: Any) -> torch.device:

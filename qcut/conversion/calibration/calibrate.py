@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from qcut.common import schema
+from qcut.common.numbers import SEEDS, check_integer, is_number
 from qcut.common.safetensors import read_index
 from qcut.common.safetensors_writer import TensorFiles
 from qcut.conversion.calibration.layer_stats import PARTS, LayerStats
@@ -27,7 +28,7 @@ from qcut.conversion.verification import excerpt
 from qcut.errors import CalibrationError, ConfigError
 from qcut.layers.experts.opening import Opened, opened
 from qcut.layers.linear import Linear
-from qcut.models.modules import SEEDS, check_integer, forward, is_number, weight_nk
+from qcut.models.modules import forward, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, check_model, expert_modules, find_layers
 from qcut.models.tracing import NormPair, NormTracer
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from qcut.common.numbers import SEEDS, check_integer
 from qcut.conversion.calibration.moments import (
     PRIOR,
     Moments,
@@ -22,7 +23,7 @@ from qcut.conversion.calibration.moments import (
 from qcut.conversion.calibration.observers import all_of, run_observed
 from qcut.errors import CalibrationError, ConfigError, QcutError
 from qcut.layers.experts.opening import opened
-from qcut.models.modules import SEEDS, check_integer, first_input, forward, model_device, output_tensor, weight_nk
+from qcut.models.modules import first_input, forward, model_device, output_tensor, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, check_model, expert_layers, expert_module_layers, find_layers
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.plain_state import in_plain_state

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from qcut.common.numbers import is_number
 from qcut.errors import CalibrationError, ConfigError
-from qcut.models.modules import is_number
 
 M = TypeVar("M")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from qcut.common.numbers import is_number
 from qcut.conversion.planning.costs import CostModel, StepCost, TimeCost, memory_cost, stored_cost
 from qcut.errors import ConfigError, PlanError
-from qcut.models.modules import is_number
 from qcut.schemes import Scheme, parse_scheme
 
 WITHIN_LOSS = ("w8a8_static", "w8a8", "w8a8_rotated", "w8a16", "fp16")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from qcut.common.numbers import check_integer
 from qcut.common.progress import FIRST_LINE_S, print_above
 from qcut.conversion.calibration.calibrate import Calibration
 from qcut.conversion.planning.assign import curve, predicted, within_cost, within_loss
@@ -17,7 +18,7 @@ from qcut.conversion.planning.plan import LayerPlan, Plan
 from qcut.conversion.tasks import check_given
 from qcut.errors import ConfigError
 from qcut.layers.experts.opening import opened
-from qcut.models.modules import check_integer, weight_nk
+from qcut.models.modules import weight_nk
 from qcut.models.selection import DEFAULT_SKIP, check_model
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.plain_state import in_plain_state
