@@ -42,9 +42,7 @@ def lend(stats: Mapping[str, LayerStats], mixtures: Opened) -> dict[str, LayerSt
         seen = [stats[up] for up in ups if up in stats]
         if not few or not seen:
             continue
-        lo, hi = torch.stack([s.lo for s in seen]).amin(0), torch.stack([s.hi for s in seen]).amax(0)
-        rows = torch.cat([s.sample for s in seen])
-        rows = rows[:: -(-len(rows) // _ROWS)]
+        lo, hi, rows = _of_all(seen)
         for e in few:
             found[ups[e]] = _with(stats.get(ups[e]), lo, hi, rows)
             if not downs:  # experts of one projection
@@ -58,6 +56,13 @@ def lend(stats: Mapping[str, LayerStats], mixtures: Opened) -> dict[str, LayerSt
 def _result(up: nn.Module, rows: Tensor, experts: nn.Module) -> Tensor:
     y = up(as_given(rows, up)) if isinstance(up, Quantized) else float_linear(up, rows)
     return experts.gating(y).float().cpu()  # type: ignore[operator, no-any-return]
+
+
+def _of_all(seen: Sequence[LayerStats]) -> tuple[Tensor, Tensor, Tensor]:
+    """Least and greatest values of all experts' tokens, and a sample of the tokens."""
+    rows = torch.cat([one.sample for one in seen])
+    ends = torch.stack([one.lo for one in seen]).amin(0), torch.stack([one.hi for one in seen]).amax(0)
+    return *ends, rows[:: -(-len(rows) // _ROWS)]
 
 
 def _with(own: LayerStats | None, lo: Tensor, hi: Tensor, rows: Tensor) -> LayerStats:
@@ -119,10 +124,7 @@ class ExpertInputs:
             seen = {name: one.stats() for name in names if (one := self.seen.get(name)) is not None and one.tokens}
             if not few or len({len(one.lo) for one in seen.values()}) != 1:
                 continue
-            lo = torch.stack([one.lo for one in seen.values()]).amin(0)
-            hi = torch.stack([one.hi for one in seen.values()]).amax(0)
-            rows = torch.cat([one.sample for one in seen.values()])
-            rows = rows[:: -(-len(rows) // _ROWS)]
+            lo, hi, rows = _of_all([*seen.values()])
             dims, dtype = self.shapes[next(iter(seen))]
             given = rows.to(dtype).view(*[1] * (dims - 2), *rows.shape)
             for name in few:
