@@ -87,8 +87,8 @@ def reached(model: nn.Module) -> Iterator[tuple[nn.Module, list[FunctionType]]]:
             todo += methods.get(name, ())
         if _is_authors(home_of(function)):  # which may take getattr(self, f"run_{kind}")
             strings = names_of(function) - names_in(function.__code__)
-            beginnings = tuple(text for text in strings if text[1:].endswith("_"))
-            todo += [one for name in methods if name.startswith(beginnings) for one in methods[name]]
+            prefixes = tuple(text for text in strings if text[1:].endswith("_"))
+            todo += [one for name in methods if name.startswith(prefixes) for one in methods[name]]
     by_class = {cls: _closure([f for _, f in methods_of(cls) if f in calls], calls) for cls in classes}
     for module in modules:
         helped = [f for one in _own_objects(module) for _, f in methods_of(one.__class__) if f in calls]

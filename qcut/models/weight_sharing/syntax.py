@@ -30,36 +30,18 @@ LOOKS = ("isinstance", "hasattr", "type", "len")
 """Functions that take an object and read no values of a tensor."""
 ASKS = ("isinstance", "issubclass", "hasattr", "type", "__instancecheck__", "__subclasscheck__", "__func__", "__code__")
 """Names of functions and attributes that show the class of an object."""
-LOGS = (
-    "print",
-    "log",
-    "debug",
-    "info",
-    "warn",
-    "warning",
-    "error",
-    "exception",
-    "critical",
-    "warning_once",
-    "info_once",
+LOGS = frozenset(
+    {
+        *("print", "log", "debug", "info", "warn", "warning", "error", "exception", "critical"),
+        *("warning_once", "info_once"),
+    }
 )
 """Functions with arguments that decide nothing."""
 OF_FIRST = frozenset(
     {
-        *(
-            "dtype",
-            "device",
-            "layout",
-            "ndim",
-            "dim",
-            "itemsize",
-            "element_size",
-            "numel",
-            "requires_grad",
-            "get_device",
-        ),
+        *("dtype", "device", "layout", "ndim", "dim", "itemsize", "element_size", "numel", "requires_grad"),
         *("is_cuda", "is_cpu", "is_meta", "is_xpu", "is_mps", "is_floating_point", "is_complex", "is_signed", "type"),
-        *("new", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "__class__", "data"),
+        *("new", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "__class__", "data", "get_device"),
     }
 )
 """Attributes of ``next(module.parameters())`` that a quantized layer's parameter has the same values of."""
